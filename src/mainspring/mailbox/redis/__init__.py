@@ -6,9 +6,9 @@ concurrent callers together, and messages to receives that wait:
 
 ``mailbox``     checks, and makes commands of a backend's calls
 ``receive``     receives that claim and wait; the listener, which hears of new messages; the timers
-``batches``     a batch of commands on its way: one call, its results, and what a lost call leaves to be done
+``client``      a batch of commands on its way: one call at a time, reconnecting, retries, what a lost call leaves to be done
 ``commands``    how each command is written for the library, and how its result is read
-``client``      one call at a time for one mailbox: reconnecting, retries, which server has the mailbox
+``topology``    which server has the mailbox
 ``connection``  the connections, which all mailboxes of a process and event loop share
 ``settings``    which server a URL means, and the options
 

@@ -1,7 +1,7 @@
-"""How a Redis mailbox calls its library of functions: one call at a time, over the connection that all mailboxes share.
+"""How a Redis mailbox calls its library of functions: a batch of commands is one call, and one call is out at a time.
 
-Which server holds a mailbox is found anew for each connection: the one named, the primary that sentinels name, or the node of
-a cluster that has its slot. In a cluster replies travel alone: no step takes in two mailboxes, as they are on two nodes.
+All mailboxes share a connection (see ``connection``). In a cluster replies travel alone: no step takes in two mailboxes, as
+they are on two nodes.
 """
 
 from __future__ import annotations
@@ -10,48 +10,46 @@ import hashlib
 import math
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio
 
-from mainspring.core import process
+from mainspring.core import random
 from mainspring.core.clock import loop_clock
 from mainspring.core.loggers import Logger
 from mainspring.errors import ConfigError, MailboxConnectionError
 from mainspring.mailbox.batched import Send
 from mainspring.mailbox.limits import SILENCE, check_size
-from mainspring.mailbox.redis.batches import FunctionCall
-from mainspring.mailbox.redis.commands import TAKES, base_of, keys_of, stored_size
-from mainspring.mailbox.redis.connection import (
-    LONGEST,
-    LOST,
-    RECONNECT_INITIAL,
-    Connection,
-    Connectors,
-    ServerError,
-    connect,
-    explain,
-    is_refusal,
-    pack,
+from mainspring.mailbox.redis.commands import (
+    MICRO,
+    OPERATIONS,
+    TAKES,
+    Claim,
+    FunctionCall,
+    UndoLostClaims,
+    base_of,
+    calls_for,
+    joined,
+    keys_of,
+    stored_size,
 )
+from mainspring.mailbox.redis.connection import LOST, RECONNECT_INITIAL, ServerError, explain, is_refusal, pack
+from mainspring.mailbox.redis.topology import FOR_CALLS, Topology
+from mainspring.runtime.interval import Periodic
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Iterator
 
+    from mainspring.mailbox.batcher import Command
     from mainspring.mailbox.message import Envelope
-    from mainspring.mailbox.redis.connection import Argument, Channel, Connector
+    from mainspring.mailbox.redis.connection import Channel
     from mainspring.mailbox.redis.settings import Server
     from mainspring.mailbox.settings import Host
 
 TRIES: Final = 4
-FOR_CALLS: Final = "mainspring-calls"
-TO_LISTEN: Final = "mainspring-listener"
-"""Names of connections in ``CLIENT LIST``."""
 MOST_TARGETS: Final = 16
 """Connections to other nodes that are kept unused: each requester of a fleet may have a mailbox for its replies."""
-WARNED = "Redis servers that were warned of"
 _log = Logger("mainspring.mailbox")
 _ELSEWHERE: Final = frozenset({"MOVED", "ASK", "READONLY", "CLUSTERDOWN", "MASTERDOWN"})
 
@@ -85,11 +83,9 @@ class Client:
         self._now = loop_clock()
         self._channel: Channel | None = None
         self._busy = False
-        self._command = b""  # as it is written
-        self._keys: Sequence[bytes] = ()
-        self._arguments: Sequence[Argument] = ()
-        self._packed: dict[bytes, tuple[Sequence[bytes], bytes]] = {}  # by function: its last keys, and both as written
-        self._awaiting = False
+        self.out: FunctionCall | None = None
+        """The call whose reply is still to come; the next call disconnects first, if it is another one."""
+        self._starts: dict[bytes, bytes] = {}  # by function: how its calls begin, if they have only this mailbox's keys
         self._abandoned = False
         self._ended = False
         self._connecting = anyio.CancelScope()
@@ -112,58 +108,38 @@ class Client:
         """Return the address of the server that it is connected to."""
         return self._channel.host if self._channel is not None and self._channel.current else None
 
-    @property
-    def awaiting(self) -> bool:
-        """True if the reply to a cancelled call is still to come: :meth:`resume` reads it, the next call disconnects first."""
-        return self._awaiting
-
-    async def call(self, keys: Sequence[bytes], arguments: Sequence[Argument]) -> list[Any]:
-        """Have the server run a batch. Cancelled while it waits for the reply, it leaves the call out (see ``awaiting``).
+    async def call(self, call: FunctionCall) -> list[Any]:
+        """Have the server run a call, or read the reply of the one that is out. Cancelled in the wait, it leaves the call out.
 
         :raises MailboxConnectionError: the server cannot be reached, does not answer, or refuses. After a lost connection or
             an :meth:`abandon` it may have done what it was asked.
         """
-        if self._awaiting:
+        if self.out not in (None, call):
             await self._drop()
-        self._keys, self._arguments = keys, arguments
-        self._command = self._pack(self._function)
-        return await self.resume()
-
-    def _pack(self, function: bytes) -> bytes:
-        """Return the command as it is written. Function and keys, which rarely change, are packed once."""
-        keys, packed = self._packed.get(function, ((), b""))
-        if keys != self._keys:
-            packed = pack((b"FCALL", function, len(self._keys), *self._keys))
-            packed = packed[packed.index(b"\n") + 1 :]
-            self._packed[function] = self._keys, packed
-        arguments = pack(tuple(self._arguments))
-        count = 3 + len(self._keys) + len(self._arguments)
-        return b"".join((b"*%d\r\n" % count, packed, memoryview(arguments)[arguments.index(b"\n") + 1 :]))
-
-    async def resume(self) -> list[Any]:
-        """Continue the call whose caller was cancelled."""
-        began = self._now()
+        began, function = self._now(), self._function
         self._busy = True
         try:
             for attempt in range(1, TRIES + 1):
                 channel = self._channel
-                if self._awaiting:
-                    if channel is None:  # disconnected meanwhile
-                        raise anyio.ClosedResourceError
-                elif channel is None or not channel.is_fresh(began - self._silence):
-                    channel = await self._connect_by(began + self._timeout)
+                if self.out is None:
+                    if channel is None or not channel.is_fresh(began - self._silence):
+                        channel = await self._connect_by(began + self._timeout)
+                    await channel.send(self._packed(call, function))
+                    self.out = call
+                elif channel is None:  # disconnected meanwhile
+                    raise anyio.ClosedResourceError
                 try:
-                    if not self._awaiting:
-                        await channel.send(self._command)
-                        self._awaiting = True
                     result: list[Any] = await channel.next(channel.replies)
-                    self._awaiting = False
+                    self.out = None
                     return result
                 except ServerError as error:
-                    self._awaiting = False
+                    self.out = None
                     if attempt == TRIES:
                         raise
-                    await self._prepare_retry(channel, error)
+                    if error.code == "OOM":
+                        function = self._function + b"_full"
+                    else:
+                        await self._prepare_retry(channel, error)
             raise AssertionError
         except LOST as error:
             raise await self._failure(error) from error
@@ -172,13 +148,23 @@ class Client:
                 await self._retire()
             raise
         except BaseException:
-            if not self._awaiting:
+            if self.out is None:
                 await self._drop()
             raise
         finally:
             self._busy = False
-            if not self._awaiting:
-                self._command, self._arguments = b"", ()  # they may be large, and the next ones long in coming
+
+    def _packed(self, call: FunctionCall, function: bytes) -> bytes:
+        """Return a call as it is written. Function and keys are packed once, unless there are keys of other mailboxes."""
+        if call.others:
+            return pack((b"FCALL", function, len(call.keys), *call.keys, *call.arguments))
+        start = self._starts.get(function)
+        if start is None:
+            start = pack((b"FCALL", function, len(call.keys), *call.keys))
+            start = self._starts[function] = start[start.index(b"\n") + 1 :]
+        arguments = pack(tuple(call.arguments))
+        count = 3 + len(call.keys) + len(call.arguments)
+        return b"".join((b"*%d\r\n" % count, start, memoryview(arguments)[arguments.index(b"\n") + 1 :]))
 
     async def _failure(self, error: BaseException) -> MailboxConnectionError:
         """Retire the connection; return the error of a call that was lost."""
@@ -202,7 +188,7 @@ class Client:
 
     async def abandon(self) -> None:
         """End the call that is out, as its reply has taken too long; the next calls get another connection."""
-        if self._channel is not None and (self._busy or self._awaiting):
+        if self._channel is not None and (self._busy or self.out is not None):
             self._abandoned = True
             self._channel.shared.retire(pause=False)
             await self._disconnect()
@@ -211,8 +197,6 @@ class Client:
         """Prepare another try if the server has done nothing and another try can help; else raise."""
         if error.code == "ERR" and error.detail.startswith("Function not found"):
             await self._load(channel)
-        elif error.code == "OOM":
-            self._command = self._pack(self._function + b"_full")
         elif error.code in _ELSEWHERE:
             await self._retire(pause=True)
         elif error.code in {"LOADING", "TRYAGAIN", "BUSY"}:
@@ -290,7 +274,7 @@ class Client:
 
     async def suspect(self) -> None:
         """Retire the connection, as the server seems to be gone; a call that is out finds out by itself."""
-        if not (self._busy or self._awaiting):
+        if not (self._busy or self.out is not None):
             await self._retire()
 
     async def close(self) -> None:
@@ -307,7 +291,7 @@ class Client:
 
     async def _drop(self) -> None:
         """Leave the connection; the next call opens a channel of the current one."""
-        self._awaiting = self._abandoned = False
+        self.out, self._abandoned = None, False
         await self._disconnect()
 
     async def _disconnect(self) -> None:
@@ -321,128 +305,112 @@ class Client:
         return self._topology.server.address.partition("://")[2]
 
 
-class _InClusterError(Exception):
-    """The server belongs to a cluster, whose mailboxes are on different nodes."""
+class Batches:
+    """Executes the batches of the mailbox ``name`` for its batcher.
 
-
-class Topology:
-    """Finds the server of one mailbox, anew for each connection: it may have moved.
-
-    The mailboxes of an event loop on one server share its connections; in a cluster each mailbox has its own.
+    :param timeout: seconds that a reply may take.
+    :param waiter: see :class:`FunctionCall`.
+    :param on_due: called with the seconds until the next thing is due.
+    :param on_unconfirmed: called when an operation is to be retried with the next call.
     """
 
-    def __init__(self, server: Server, key: bytes, *, cluster: bool = False) -> None:
-        self.server = server
-        self._key = key
-        self._nodes: list[Host] = list(server.hosts)
-        self.cluster = cluster or server.kind == "cluster"
-        self._connectors: Connectors | None = Connectors() if self.cluster else None
-        self.longest = LONGEST
-        """The most bytes of one argument that the last server takes."""
+    def __init__(
+        self,
+        name: str,
+        client: Client,
+        timeout: float,
+        *,
+        waiter: Callable[[int], str],
+        on_due: Callable[[float], None],
+        on_unconfirmed: Callable[[], None],
+    ) -> None:
+        self.watch = Periodic(self._watch)
+        """Ends the calls that are not answered in time; runs as long as batches are executed."""
+        self.claimant = random.token(96)
+        self.clock_offset = 0.0
+        """Seconds by which this process's clock is ahead of the server's, at least."""
+        self._name = name
+        self._keys = keys_of(name)
+        self._client = client
+        self._timeout = timeout
+        self._commands: list[Command] = []
+        self._calls: Iterator[FunctionCall] = iter(())
+        self._call: FunctionCall | None = None
+        self._asked_at = 0.0
+        self._waiter = waiter
+        self._on_due = on_due
+        self._on_unconfirmed = on_unconfirmed
+        self._now = loop_clock()
+        self._last_claim = 0  # whose answer has come
+        self._unconfirmed: list[Command] = []
 
-    async def open_channel(self, name: str) -> Channel:
-        """Return a channel of the connection :data:`FOR_CALLS` or :data:`TO_LISTEN` to the server that holds the mailbox now.
+    @property
+    def unconfirmed(self) -> int:
+        """The number of operations that are retried with the next call."""
+        return len(self._unconfirmed)
 
-        Raises what :data:`~mainspring.mailbox.redis.connection.LOST` names, :class:`ServerError` (also where it is no primary),
-        :class:`MailboxConnectionError` where no node of a cluster has it, :class:`ConfigError`.
-        """
+    async def execute(self, commands: list[Command]) -> None:
+        """Execute commands; if a call fails, its commands and those of the calls behind it get the error from the batcher."""
+        if self._unconfirmed:
+            commands, self._unconfirmed = [*self._unconfirmed, *commands], []
+        self._commands, self._call = commands, None
+        self._calls = calls_for(self._name, self._keys, commands, self._now(), self._waiter)
+        await self.resume()
+
+    async def resume(self) -> None:
+        """Make the calls that are left. The first of them may be out, if its caller was cancelled in the wait for the reply."""
         try:
-            channel = await self._connector(name).open_channel(partial(self._connect, name))
-        except _InClusterError:
-            self.cluster, self._connectors = True, Connectors()
-            channel = await self._connector(name).open_channel(partial(self._connect, name))
-        self.longest = channel.longest
-        return channel
-
-    def _connector(self, name: str) -> Connector:
-        if self._connectors is None:
-            self._connectors = Connectors.shared(self.server)
-        return self._connectors.calls if name == FOR_CALLS else self._connectors.listening
-
-    async def _connect(self, name: str) -> Connection:
-        connection = await self._connect_to_owner(name)
-        try:
-            connection.longest = await _longest(connection)
-        except BaseException:
-            with anyio.CancelScope(shield=True, deadline=anyio.current_time() + 1):
-                await connection.close()
+            if self._call is not None and self._client.out is not self._call:
+                raise MailboxConnectionError("the call was cancelled before it was made")
+            while (call := self._call or next(self._calls, None)) is not None:
+                if self._call is None:
+                    self._call, self._asked_at = call, self._now()
+                    self.watch.wake_by(self._asked_at + self._timeout)
+                due, then, dropped = call.take(await self._client.call(call))
+                self._call = None
+                self.clock_offset = self._asked_at - then / MICRO
+                self._last_claim = max(self._last_claim, call.last_claim)
+                if due >= 0:
+                    self._on_due(due / MICRO)
+                if dropped or call.failed:
+                    self._note_trouble(call, dropped)
+            self._commands = []  # they may be large, and the next ones may be long in coming
+        except Exception:
+            self._keep_unconfirmed()
             raise
-        return connection
 
-    async def _connect_to_owner(self, name: str) -> Connection:
-        if self.server.kind == "sentinel":
-            return await self._primary_by_sentinels(name)
-        failed: Exception | None = None
-        for host in list(self._nodes):
-            try:
-                connection = await connect(self.server, host, name=name)
-                if connection.cluster:
-                    return await self._owner_in_cluster(connection, name)
-            except (*LOST, ServerError) as error:
-                failed = error
-                continue
-            if self.server.kind == "cluster":
-                await connection.close()
-                raise ConfigError(f"the server at {host[0]}:{host[1]} is no node of a cluster; its scheme is redis://")
-            return connection
-        assert failed is not None
-        raise failed
+    def _note_trouble(self, call: FunctionCall, dropped: int) -> None:
+        if dropped:
+            _log.warning(
+                "mailbox %r: %d index entries without a message were dropped (a key was deleted)", self._name, dropped
+            )
+        retried = [command for command in call.failed if OPERATIONS[type(command)].retried]
+        for command in retried:
+            command.error, command.done = None, False
+        if retried:
+            self._unconfirmed = joined([*self._unconfirmed, *retried])
+            self._on_unconfirmed()
 
-    async def _owner_in_cluster(self, connection: Connection, name: str) -> Connection:
-        """Return a connection to the node with the mailbox's slot, which the node of ``connection`` names."""
-        try:
-            if not self.cluster:  # the connector is shared by all mailboxes
-                raise _InClusterError
-            slot = await connection.call("CLUSTER", "KEYSLOT", self._key)
-            ranges = await connection.call("CLUSTER", "SLOTS")
-            nodes = [(_node(row[2], connection.host), row[0] <= slot <= row[1]) for row in ranges]
-            owner = next((host for host, owns in nodes if owns), None)
-            if owner is None:
-                raise MailboxConnectionError(f"no node of the cluster has slot {slot}, which the mailbox is in")
-            self._nodes = list(dict.fromkeys([owner, *(host for host, _ in nodes), *self.server.hosts]))
-        except BaseException:
-            await connection.close()
-            raise
-        if owner == connection.host:
-            return connection
-        await connection.close()
-        return await connect(self.server, owner, name=name)
+    def _keep_unconfirmed(self) -> None:
+        """Keep what a failed call must do for the next call, with an operation that undoes its claims."""
+        self._call = None
+        retried = [command for command in self._commands if OPERATIONS[type(command)].retried and not command.done]
+        self._unconfirmed = joined([*self._unconfirmed, *retried])
+        claimed = any(type(command) is Claim and not command.done for command in self._commands)
+        if claimed and not any(type(command) is UndoLostClaims for command in self._unconfirmed):
+            self._unconfirmed.append(UndoLostClaims(self.claimant, self._last_claim))
+        self._commands, self._calls = [], iter(())
+        if self._unconfirmed:
+            self._on_unconfirmed()
 
-    async def _primary_by_sentinels(self, name: str) -> Connection:
-        """Return a connection to the primary that the first sentinel to answer names."""
-        failed: Exception | None = None
-        for host in list(self._nodes):
-            try:
-                sentinel = await connect(self.server, host, sentinel=True)
-                try:
-                    found = await sentinel.call("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self.server.service)
-                finally:
-                    await sentinel.close()
-            except (*LOST, ServerError) as error:
-                failed = error
-                continue
-            if not found:
-                failed = ConfigError(
-                    f"the sentinel at {host[0]}:{host[1]} knows no {self.server.service!r}; correct the service that the URL"
-                    " names"
-                )
-                continue
-            self._nodes.remove(host)
-            self._nodes.insert(0, host)  # it is asked first the next time
-            connection = await connect(self.server, (found[0].decode(), int(found[1])), name=name)
-            if await _is_primary(connection):
-                return connection
-            failed = ServerError("READONLY the server that the sentinel named is no primary (yet)")
-        assert failed is not None
-        raise failed
-
-
-async def _longest(connection: Connection) -> int:
-    try:
-        told = await connection.call("CONFIG", "GET", "proto-max-bulk-len")
-    except ServerError:  # the user may not ask
-        return LONGEST
-    return int(told[1]) if told else LONGEST
+    async def _watch(self, overslept: float) -> float:
+        if self._call is None:
+            return math.inf
+        now, deadline = self._now(), self._asked_at + self._timeout
+        if now < deadline:
+            return deadline
+        await self._client.abandon()
+        return now + self._timeout / 10  # where it was about to be made
 
 
 async def has_mailbox(server: Server, name: str, timeout: float) -> bool:
@@ -466,70 +434,6 @@ def _silent(server: Server, timeout: float, *, connected: bool) -> MailboxConnec
     place = server.address.partition("://")[2]
     hint = "; the port may be one without TLS" if server.tls is not None and not connected else ""
     return MailboxConnectionError(f"the Redis server at {place} did not answer within {timeout:g} s{hint}")
-
-
-async def _is_primary(connection: Connection) -> bool:
-    """Return whether the server is a primary; if not, or on an error, close the connection."""
-    primary = False
-    try:
-        primary = bool((await connection.call("ROLE"))[0] == b"master")
-    finally:
-        if not primary:
-            with anyio.CancelScope(shield=True, deadline=anyio.current_time() + 1):
-                await connection.close()
-    return primary
-
-
-def _node(row: list[Any], asked: Host) -> Host:
-    """Read a node from CLUSTER SLOTS; without an address it is that of the node which was asked."""
-    return row[0].decode() if row[0] else asked[0], int(row[1])
-
-
-async def check(channel: Channel, name: str, address: str, allow_eviction: bool) -> None:
-    """Refuse a server that evicts keys; log once for a server that it has no file. Both as far as the user may ask.
-
-    :raises ConfigError: there is a ``maxmemory`` with a policy other than ``noeviction``, and no ``allow_eviction``.
-    """
-    memory = await _info(channel, "memory")
-    policy = memory.get("maxmemory_policy", "")
-    evicts = policy.startswith(("allkeys", "volatile")) and memory.get("maxmemory", "0") != "0"
-    if evicts and not allow_eviction:
-        raise ConfigError(
-            f"mailbox {name!r}: the Redis server evicts keys when its memory is full (maxmemory-policy {policy}), and with them"
-            f" {_evicted(policy)}; set maxmemory-policy noeviction there, or pass allow_eviction=true to accept the loss"
-        )
-    if address in _warned():
-        return
-    persistence = await _info(channel, "persistence")
-    if address in _warned():  # by another mailbox meanwhile
-        return
-    process.set_current(WARNED, _warned() | {address})
-    if evicts:
-        _log.warning(
-            "mailbox %r: the Redis server may evict %s when its memory is full (maxmemory-policy %s); set noeviction",
-            name,
-            _evicted(policy),
-            policy,
-        )
-    if persistence.get("aof_enabled", "1") != "1":
-        _log.warning("mailbox %r: the Redis server keeps messages in memory only; set appendonly yes", name)
-
-
-def _evicted(policy: str) -> str:
-    return "messages" if policy.startswith("allkeys") else "the replies to requests"  # which are kept for a day
-
-
-def _warned() -> frozenset[str]:
-    return process.current(WARNED) or frozenset()
-
-
-async def _info(channel: Channel, section: str) -> dict[str, str]:
-    try:
-        text = await channel.call("INFO", section)
-    except ServerError:  # the user may not ask
-        return {}
-    lines = bytes(text).decode("utf-8", "replace").splitlines()
-    return dict(line.split(":", 1) for line in lines if ":" in line)
 
 
 class _Target:
@@ -564,8 +468,7 @@ class OtherNodes:
         name = reply.reply_to or ""
         send = Send([replace(reply, reply_to=None, dedup_key=f"reply:{message_id}")])
         check_size("a reply", stored_size(send.envelopes[0]), self._topology.longest, TAKES)
-        call = FunctionCall(name, list(keys_of(name)))
-        call.add([send])
+        (call,) = calls_for(name, keys_of(name), [send])
         target = self._targets.pop(name, None)
         if target is None:
             topology = Topology(self._topology.server, base_of(name), cluster=True)
@@ -576,7 +479,7 @@ class OtherNodes:
             with anyio.fail_after(self._timeout):
                 await self._close_oldest()
                 async with target.lock:
-                    call.take(await target.client.call(call.keys, call.arguments))
+                    call.take(await target.client.call(call))
         except TimeoutError:
             raise MailboxConnectionError(
                 f"the mailbox {name!r} has not taken the reply within {self._timeout:g} s"

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field, replace
+from itertools import groupby
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from mainspring.errors import MailboxConnectionError, ReceiptHandleExpiredError, SerializationError
@@ -18,13 +20,13 @@ from mainspring.mailbox.limits import check_size, full
 from mainspring.mailbox.message import EXPIRED, UNKNOWN, Cancelled, CancelOutcome, Counts, Dead, Delivery
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
     from mainspring.mailbox.message import Envelope
-    from mainspring.mailbox.redis.batches import FunctionCall
 
     Argument = str | int | bytes
 
+_message_id: Final = attrgetter("message_id")
 _KEYS: Final = (
     "messages",
     "ready",
@@ -42,6 +44,8 @@ _KEYS: Final = (
 MICRO: Final = 1_000_000
 LONGEST_NUMBER: Final = 20
 PLAIN: Final = b"-"
+MOST_ARGUMENTS: Final = 50_000
+"""Of one call, unless a single operation has more: the server serves no other client meanwhile."""
 MOST_DEAD: Final = 1_000
 """Dead letters that one operation moves: other callers are to be served in between."""
 AGAIN: Final = object()
@@ -51,13 +55,18 @@ UNREADABLE: Final = Dead("what the store holds for this message was not written 
 
 def base_of(name: str) -> bytes:
     """Return the prefix of the keys and channels of a mailbox, which puts all of them in one slot of a cluster."""
-    return b"{ms:%b}:" % name.encode("utf-8", "surrogatepass")
+    return b"{ms:%b}:" % encoded(name)
 
 
 def keys_of(name: str) -> tuple[bytes, ...]:
     """Return the keys of a mailbox in the order of the library."""
     base = base_of(name)
     return tuple(base + key.encode() for key in _KEYS)
+
+
+def encoded(text: str) -> bytes:
+    """Encode a text of a caller's, which may have lone surrogates: such a key or id is like any other."""
+    return text.encode("utf-8", "surrogatepass")
 
 
 def micros(seconds: float) -> int:
@@ -322,7 +331,7 @@ def _write_sends(call: FunctionCall, sends: Sequence[batched.Send]) -> None:
             head = head_of(envelope) if envelope.headers or envelope.reply_to is not None else PLAIN
             call.arguments += (envelope.message_id, head + envelope.body)
             if keyed:
-                call.arguments.append((envelope.dedup_key or "").encode("utf-8", "surrogatepass"))
+                call.arguments.append(encoded(envelope.dedup_key or ""))
 
 
 def _take_sends(call: FunctionCall, sends: Sequence[batched.Send], result: Any) -> None:
@@ -334,18 +343,22 @@ def _take_sends(call: FunctionCall, sends: Sequence[batched.Send], result: Any) 
         first.result = AGAIN
     elif result and problem != b"oom":
         first.result = [str(message_id, "utf-8", "replace") for message_id in result]
+    elif problem is not None:
+        for send in sends:
+            send.error = MailboxConnectionError(
+                "the Redis server's memory is full (OOM): let workers drain it, or raise maxmemory"
+            )
     else:
         for send in sends:
-            send.result = [envelope.message_id for envelope in send.envelopes]
-            if problem is not None:
-                send.error = MailboxConnectionError(
-                    "the Redis server's memory is full (OOM): let workers drain it, or raise maxmemory"
-                )
+            send.result = list(map(_message_id, send.envelopes))
 
 
 def _write_acks(call: FunctionCall, acks: Sequence[AcknowledgeMany]) -> None:
-    receipts = [delivery.receipt_handle for ack in acks for delivery in ack.deliveries]
-    call.arguments += ("ack", len(receipts), *receipts)
+    arguments: list[Argument] = []
+    for ack in acks:
+        for delivery in ack.deliveries:
+            arguments.append(delivery.receipt_handle.encode("utf-8", "surrogatepass"))
+    call.arguments += ("ack", len(arguments), *arguments)
 
 
 def _take_acks(call: FunctionCall, acks: Sequence[AcknowledgeMany], result: list[int]) -> None:
@@ -387,31 +400,13 @@ def _take_claims(call: FunctionCall, claims: Sequence[Claim], result: Any) -> No
         start += claim.limit
 
 
-def are_alike(one: Command, another: Command) -> bool:
-    """Return whether two commands can be written as one operation."""
-    kind = _kind(one)
-    return kind is not None and kind == _kind(another)
-
-
-def _kind(command: Command) -> Hashable:
-    if isinstance(command, AcknowledgeMany):
-        return AcknowledgeMany
-    if isinstance(command, Claim):
-        return Claim, command.visibility
-    if isinstance(command, batched.Send) and len(command.envelopes) == 1 and command.capacity is None:
-        envelope = command.envelopes[0]
-        if envelope.dedup_key is None:
-            return batched.Send, envelope.priority, envelope.delay, envelope.expires_in
-    return None
-
-
 # ----------------------------------------------------------------------------------------- commands that are written alone
 
 
 def _nack(call: FunctionCall, command: batched.Nack) -> tuple[Argument, ...]:
     how = command.how
-    handle, charge, front = command.delivery.receipt_handle, int(how.charge), int(how.front)
-    return "nack", handle, micros(how.delay), charge, front, how.history or ""
+    receipt = encoded(command.delivery.receipt_handle)
+    return "nack", receipt, micros(how.delay), int(how.charge), int(how.front), how.history or ""
 
 
 def _reply_part(call: FunctionCall, reply: Envelope | None) -> tuple[Argument, ...]:
@@ -423,19 +418,19 @@ def _reply_part(call: FunctionCall, reply: Envelope | None) -> tuple[Argument, .
 
 
 def _reply(call: FunctionCall, command: batched.Reply) -> tuple[Argument, ...]:
-    return "reply", command.delivery.receipt_handle, *_reply_part(call, command.ack.reply)
+    return "reply", encoded(command.delivery.receipt_handle), *_reply_part(call, command.ack.reply)
 
 
 def _dead_letter(call: FunctionCall, command: batched.DeadLetter) -> tuple[Argument, ...]:
     dead = command.dead
-    settled = ("dead_letter", command.delivery.receipt_handle, _write_reason(dead), dead.history or "")
+    settled = ("dead_letter", encoded(command.delivery.receipt_handle), _write_reason(dead), dead.history or "")
     return *settled, *_reply_part(call, dead.reply)
 
 
 def _ids(message_ids: list[str] | None) -> tuple[Argument, ...]:
     if message_ids is None:
         return (-1,)
-    return (len(message_ids), *(message_id.encode("utf-8", "surrogatepass") for message_id in message_ids))
+    return (len(message_ids), *(encoded(message_id) for message_id in message_ids))
 
 
 def _leave(call: FunctionCall, command: Leave) -> tuple[Argument, ...]:
@@ -541,9 +536,13 @@ OPERATIONS: Final[dict[type[Command], Operation]] = {
     batched.Reply: _single(2, _reply, _take_settled),
     batched.DeadLetter: _single(2, _dead_letter, _take_settled),
     batched.Nack: _single(2, _nack, _take_settled),
-    batched.Extend: _single(2, lambda _, c: ("extend", c.delivery.receipt_handle, micros(c.timeout)), _take_settled),
-    batched.Checkpoint: _single(2, lambda _, c: ("checkpoint", c.delivery.receipt_handle, c.state), _take_settled),
-    batched.Cancel: _single(3, lambda _, c: ("cancel", c.message_id.encode("utf-8", "surrogatepass")), _take_cancelled),
+    batched.Extend: _single(
+        2, lambda _, c: ("extend", encoded(c.delivery.receipt_handle), micros(c.timeout)), _take_settled
+    ),
+    batched.Checkpoint: _single(
+        2, lambda _, c: ("checkpoint", encoded(c.delivery.receipt_handle), c.state), _take_settled
+    ),
+    batched.Cancel: _single(3, lambda _, c: ("cancel", encoded(c.message_id)), _take_cancelled),
     batched.Purge: _single(4, lambda *_: ("purge",)),
     batched.Send: Operation(5, _write_sends, _take_sends),
     batched.ReplayDead: _single(
@@ -556,10 +555,100 @@ OPERATIONS: Final[dict[type[Command], Operation]] = {
     Claim: Operation(8, _write_claims, _take_claims),
     Sweep: _single(9, lambda _, c: ("sweep", c.waiter())),
     batched.Count: _single(10, lambda *_: ("count",), _take_counts),
-    batched.ListDead: _single(
-        10, lambda _, c: ("list_dead", c.limit, (c.after or "").encode("utf-8", "surrogatepass")), _take_dead
-    ),
+    batched.ListDead: _single(10, lambda _, c: ("list_dead", c.limit, encoded(c.after or "")), _take_dead),
     batched.FindDead: _single(10, lambda _, c: ("find_dead", *_ids(c.ids)), _take_dead),
     Recover: _single(11, lambda _, c: ("recover", micros(c.interval)), _take_recovered),
     batched.Drop: _single(12, lambda *_: ("drop",)),
 }
+
+
+# ------------------------------------------------------------------------------------------------------------------ calls
+
+
+@dataclass(eq=False, slots=True)
+class FunctionCall:
+    """One call of the library for the mailbox ``name``."""
+
+    name: str
+    keys: list[bytes]
+    leased_at: float = 0.0
+    """The instant (anyio's clock) just before the call."""
+    waiter: Callable[[int], str] = lambda _: ""
+    """Returns the name on the list of waiters for a receive that wants leases of that many microseconds."""
+    arguments: list[Argument] = field(default_factory=list)
+    failed: list[Command] = field(default_factory=list)
+    """The commands that failed on the server."""
+    last_claim: int = 0
+    """When the last of its claims was made."""
+    groups: list[Sequence[Command]] = field(default_factory=list)
+    """Its operations: each is one command, or several of one kind, and has one result."""
+    others: dict[str, int] = field(default_factory=dict)
+    """The numbers of other mailboxes of the call."""
+
+    def number(self, name: str) -> int:
+        """Return the number of another mailbox of the call; 0 is this one."""
+        if name == self.name:
+            return 0
+        if name not in self.others:
+            self.others[name] = len(self.others) + 1
+            self.keys += keys_of(name)
+        return self.others[name]
+
+    def take(self, results: list[Any]) -> tuple[int, int, int]:
+        """Give the results out. Return the microseconds until more is due (-1: unknown), the server's time, and the number of
+        index entries without a record that were dropped.
+
+        An operation that failed on the server fails alone.
+        """
+        due, now, dropped, *failures = results[-1]
+        for number, message in zip(failures[::2], failures[1::2], strict=True):
+            for command in self.groups[number]:
+                command.error = MailboxConnectionError(f"the Redis server says: {message.decode('utf-8', 'replace')}")
+                self.failed.append(command)
+        for group, result in zip(self.groups, results, strict=False):
+            if not failures or group[0].error is None:
+                OPERATIONS[type(group[0])].take(self, group, result)
+            for command in group:
+                command.done = True
+        return due, now, dropped
+
+
+def calls_for(
+    name: str,
+    keys: tuple[bytes, ...],
+    commands: list[Command],
+    leased_at: float = 0.0,
+    waiter: Callable[[int], str] = lambda _: "",
+) -> Iterator[FunctionCall]:
+    """Yield the calls that do ``commands``, in the order of the operations; as a rule it is one call.
+
+    The callers of one batch do not know of each other, so any order is right. Neighbours of one kind are written as one.
+    """
+    call = FunctionCall(name, list(keys), leased_at, waiter)
+    groups: Iterable[list[Command]] = [commands]
+    if len(commands) > 1:
+        groups = (list(alike) for _, alike in groupby(sorted(commands, key=_order), key=_kind))
+    for group in groups:
+        if len(call.arguments) >= MOST_ARGUMENTS:
+            yield call
+            call = FunctionCall(name, list(keys), leased_at, waiter)
+        OPERATIONS[type(group[0])].write(call, group)
+        call.groups.append(group)
+    yield call
+
+
+def _order(command: Command) -> int:
+    return OPERATIONS[type(command)].order
+
+
+def _kind(command: Command) -> Hashable:
+    """Return a value that is the same for commands that are written as one operation."""
+    if isinstance(command, AcknowledgeMany):
+        return AcknowledgeMany
+    if isinstance(command, Claim):
+        return Claim, command.visibility
+    if isinstance(command, batched.Send) and len(command.envelopes) == 1 and command.capacity is None:
+        envelope = command.envelopes[0]
+        if envelope.dedup_key is None:
+            return batched.Send, envelope.priority, envelope.delay, envelope.expires_in
+    return command

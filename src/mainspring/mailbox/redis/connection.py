@@ -78,13 +78,20 @@ class DirectStream(ByteStream):
         """Those of the stream that anyio made."""
         return self.source.extra_attributes
 
-    async def send(self, item: bytes) -> None:
+    async def send(self, item: bytes | memoryview) -> None:
         """Write ``item`` behind what was written before, as far as the socket takes it."""
         sent = 0
         if self._rest:
             self._check()
         else:
-            sent = self._write(item)
+            try:
+                sent = self._socket.send(item)
+            except (BlockingIOError, InterruptedError):
+                pass
+            except OSError as error:
+                raise (
+                    anyio.BrokenResourceError if self._socket.fileno() >= 0 else anyio.ClosedResourceError
+                ) from error
         if sent < len(item):
             self._rest.append(memoryview(item)[sent:])
 
@@ -100,18 +107,10 @@ class DirectStream(ByteStream):
         async with self._turn:
             while self._rest:
                 await anyio.wait_writable(self._check())
-                sent = self._write(self._rest[0])
-                self._rest[0] = self._rest[0][sent:]
-                if not self._rest[0]:
-                    self._rest.popleft()
-
-    def _write(self, data: bytes | memoryview) -> int:
-        try:
-            return self._socket.send(data)
-        except (BlockingIOError, InterruptedError):
-            return 0
-        except OSError as error:
-            raise (anyio.BrokenResourceError if self._socket.fileno() >= 0 else anyio.ClosedResourceError) from error
+                left = list(self._rest)
+                self._rest.clear()
+                for item in left:  # no other task writes in between: send() does not wait
+                    await self.send(item)
 
     def receive(self, max_bytes: int = 65_536) -> Coroutine[Any, Any, bytes]:
         """Return what has come, or comes next; raise :class:`anyio.EndOfStream` at the end."""
@@ -213,17 +212,8 @@ class Connection:
         await anyio.aclose_forcefully(self._stream)
 
 
-def pack(command: tuple[Argument, ...]) -> bytes:
-    """Return a command as it is written."""
-    data: bytes = hiredis.pack_command(command)  # type: ignore[arg-type]  # its stub knows tuples of one only
-    return data
-
-
-def parse(data: bytes) -> Any:
-    """Parse one complete reply."""
-    reader = hiredis.Reader()
-    reader.feed(data)
-    return reader.gets()
+pack: Final[Callable[[tuple[Argument, ...]], bytes]] = hiredis.pack_command  # type: ignore[assignment]  # its stub knows tuples of one only
+"""Returns a command as it is written."""
 
 
 async def connect(server: Server, host: Host, *, sentinel: bool = False, name: str = "mainspring") -> Connection:
@@ -414,13 +404,7 @@ class SharedConnection:
                 feed(await receive(PIECE))
                 self.last_read_at, self.pinged_at = self._now(), None
                 while (reply := next_reply()) is not NOTHING:
-                    if self.subscribers and type(reply) is list and self._publish(reply):
-                        continue
-                    if not self.turns:
-                        raise anyio.BrokenResourceError  # the last words of a server that closes the connection
-                    turn = self.turns.popleft()
-                    if isinstance(turn, Channel):
-                        turn.put(turn.replies, reply)
+                    self._give_out(reply)
         except LOST:
             await self.disconnect()
             raise
@@ -429,17 +413,24 @@ class SharedConnection:
         if self.connector.connection is not self:
             await self.close_if_unused()
 
-    def _publish(self, reply: list[Any]) -> bool:
-        """Give out what came for subscribers. Return False if it is the reply to a command."""
-        kind = reply[0] if reply else None
-        if kind == b"sunsubscribe":
-            if self.turns and self.turns[0] == "SUNSUBSCRIBE":
-                return False
-        elif kind != b"smessage":
-            return False
-        for channel in self.subscribers.get(reply[1], ()):
-            channel.put(channel.messages, reply)
-        return True
+    def _give_out(self, reply: Any) -> None:
+        """Give a message to its subscribers, a reply to the channel whose turn it is."""
+        turns = self.turns
+        if self.subscribers and type(reply) is list and reply:
+            kind = reply[0]
+            if kind == b"smessage" or (kind == b"sunsubscribe" and not (turns and turns[0] == "SUNSUBSCRIBE")):
+                for channel in self.subscribers.get(reply[1], ()):
+                    channel.messages.append(reply)
+                    if channel.waiting is not None:
+                        channel.waiting.set()
+                return
+        if not turns:
+            raise anyio.BrokenResourceError  # the last words of a server that closes the connection
+        turn = turns.popleft()
+        if isinstance(turn, Channel) and not turn.closed:
+            turn.replies.append(reply)
+            if turn.waiting is not None:
+                turn.waiting.set()
 
     def retire(self, *, pause: bool) -> None:
         """Give out no more channels; with ``pause`` the next try to connect waits a little."""
@@ -470,7 +461,7 @@ class SharedConnection:
 class Channel:
     """One mailbox's part of a connection: replies to its own commands, and messages published where it subscribes."""
 
-    __slots__ = ("_alone", "_event", "_scope", "closed", "host", "longest", "messages", "replies", "send", "shared")
+    __slots__ = ("_alone", "_scope", "closed", "host", "longest", "messages", "replies", "send", "shared", "waiting")
 
     def __init__(self, shared: SharedConnection) -> None:
         self.shared = shared
@@ -483,7 +474,8 @@ class Channel:
         """To the commands of this channel; some may be a :class:`ServerError`."""
         self.messages: deque[Any] = deque()
         """Published where this channel has subscribed."""
-        self._event: anyio.Event | None = None
+        self.waiting: anyio.Event | None = None
+        """Set when there is something for a task that waits while another channel reads."""
         self._scope: anyio.CancelScope | None = None
         self._alone = False  # it reads without a scope: closing it disconnects, which ends the read
         shared.channels.add(self)
@@ -541,13 +533,13 @@ class Channel:
 
     async def _wait(self) -> None:
         """Wait for an item, or for the turn to read."""
-        event = self._event = anyio.Event()
+        event = self.waiting = anyio.Event()
         self.shared.waiting[event] = None
         try:
             await event.wait()
         finally:
             del self.shared.waiting[event]
-            self._event = None
+            self.waiting = None
 
     async def _until_closed(self, act: Callable[..., Awaitable[None]], *arguments: Any) -> None:
         """Await ``act`` until another task closes this channel."""
@@ -558,13 +550,6 @@ class Channel:
             finally:
                 self._scope = None
 
-    def put(self, items: deque[Any], item: Any) -> None:
-        """Add to ``replies`` or ``messages``; drop it if the channel is closed."""
-        if not self.closed:
-            items.append(item)
-            if self._event is not None:
-                self._event.set()
-
     async def close(self) -> None:
         """Drop what is still to come; a task that waits for it raises :class:`anyio.ClosedResourceError`."""
         if self.closed:
@@ -572,8 +557,8 @@ class Channel:
         self.closed = True
         shared = self.shared
         shared.channels.discard(self)
-        if self._event is not None:
-            self._event.set()
+        if self.waiting is not None:
+            self.waiting.set()
         left = self._unsubscribed()
         if self._scope is not None:
             self._scope.cancel()

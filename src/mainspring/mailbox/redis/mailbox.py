@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
 from mainspring.core.clock import virtual_clock
-from mainspring.errors import ConfigError, InvalidParameterError, ReceiptHandleExpiredError
+from mainspring.errors import ConfigError, InvalidParameterError
 from mainspring.mailbox import batched
 from mainspring.mailbox.backend import Capabilities, MailboxStatistics
 from mainspring.mailbox.batched import AcknowledgeMany, CommandBackend
@@ -134,8 +134,9 @@ class RedisBackend(CommandBackend):
     # ---------------------------------------------------------------------------------------------------- life cycle
 
     async def open(self, scope: DaemonScope) -> None:
-        from mainspring.mailbox.redis.client import Client, OtherNodes, Topology, check
+        from mainspring.mailbox.redis.client import Client, OtherNodes
         from mainspring.mailbox.redis.receive import Receiving
+        from mainspring.mailbox.redis.topology import Topology, check
 
         if virtual_clock() is not None:  # which would jump past each deadline while the server is asked
             raise ConfigError(
@@ -207,8 +208,6 @@ class RedisBackend(CommandBackend):
     # ----------------------------------------------------------------------------------------------------- messages
 
     async def _call(self, command: Command) -> Any:
-        if isinstance(command, batched.OfDelivery):
-            _check_handle(command.delivery)
         check_command(command, self._topology.longest)
         while (result := await self._batcher.call(command)) is AGAIN:
             command.done = False
@@ -239,7 +238,6 @@ class RedisBackend(CommandBackend):
             if reply is not None and not await self._has_sent_reply(delivery, reply):
                 await self._call(batched.Reply(delivery, settlement))
                 return
-            _check_handle(delivery)
             for error in (await self._batcher.call(AcknowledgeMany([delivery]))).values():
                 raise error
         elif isinstance(settlement, Dead):
@@ -251,10 +249,8 @@ class RedisBackend(CommandBackend):
             await self._call(batched.Nack(delivery, settlement))
 
     async def acknowledge_many(self, deliveries: list[Delivery]) -> dict[int, Exception]:
-        foreign = {n: _foreign(one) for n, one in enumerate(deliveries) if not one.receipt_handle.isascii()}
-        own = [n for n in range(len(deliveries)) if n not in foreign]
-        not_held = await self._batcher.call(AcknowledgeMany([deliveries[n] for n in own]))
-        return {**foreign, **{own[place]: error for place, error in not_held.items()}}
+        not_held: dict[int, Exception] = await self._batcher.call(AcknowledgeMany(deliveries))
+        return not_held
 
     async def _has_sent_reply(self, delivery: Delivery, reply: Envelope) -> bool:
         """Send the reply before the settlement, in a cluster: its mailbox may be on another node. Else return False."""
@@ -302,13 +298,3 @@ def _need_driver() -> None:
         import hiredis  # noqa: F401
     except ImportError as error:
         raise ConfigError(f"a Redis mailbox needs an extra: pip install 'mainspring[redis]' ({error})") from error
-
-
-def _check_handle(delivery: Delivery) -> None:
-    """Refuse a handle that no Redis mailbox gave out."""
-    if not delivery.receipt_handle.isascii():
-        raise _foreign(delivery)
-
-
-def _foreign(delivery: Delivery) -> ReceiptHandleExpiredError:
-    return ReceiptHandleExpiredError(f"message {delivery.message_id}: {delivery.receipt_handle!r} is no lease of it")

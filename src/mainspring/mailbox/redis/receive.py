@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import anyio
+import hiredis
 
 from mainspring.core import random
 from mainspring.core.clock import loop_clock
@@ -36,8 +37,7 @@ from mainspring.errors import (
 )
 from mainspring.mailbox.batched import DeadLetter, Open, Unclaim
 from mainspring.mailbox.batcher import Batcher
-from mainspring.mailbox.redis.batches import Batches
-from mainspring.mailbox.redis.client import TO_LISTEN
+from mainspring.mailbox.redis.client import Batches
 from mainspring.mailbox.redis.commands import (
     MICRO,
     UNREADABLE,
@@ -52,7 +52,8 @@ from mainspring.mailbox.redis.commands import (
     delivery_of,
     micros,
 )
-from mainspring.mailbox.redis.connection import LOST, RECONNECT_INITIAL, RECONNECT_MAXIMUM, ServerError, explain, parse
+from mainspring.mailbox.redis.connection import LOST, RECONNECT_INITIAL, RECONNECT_MAXIMUM, ServerError, explain
+from mainspring.mailbox.redis.topology import TO_LISTEN
 from mainspring.runtime.interval import Periodic
 from mainspring.runtime.retry import Retries
 
@@ -63,8 +64,9 @@ if TYPE_CHECKING:
 
     from mainspring.mailbox.batcher import Command
     from mainspring.mailbox.message import Delivery
-    from mainspring.mailbox.redis.client import Client, Topology
+    from mainspring.mailbox.redis.client import Client
     from mainspring.mailbox.redis.connection import Channel
+    from mainspring.mailbox.redis.topology import Topology
     from mainspring.mailbox.settings import Host
 
 PING_SHARE: Final = 0.15
@@ -282,10 +284,10 @@ class Listener:
             self.leave(for_good=True)
             self._events.lost(self._silent)
 
-    def waiter(self, visible: int) -> str:
+    def waiter(self, visible: int, *, listed: bool = False) -> str:
         """Return the name on the list for a receive that wants a lease of that many microseconds; "" if it could not be woken.
 
-        The caller is about to have it put there, whatever becomes of that call.
+        The caller is about to have it put there, whatever becomes of that call; with ``listed``, it may be there already.
         """
         if not self.live:
             return ""
@@ -293,12 +295,9 @@ class Listener:
         self._written.add(waiter)
         self._unwanted.discard(waiter)
         self._was_written = True
+        if listed:
+            self.listed.add(waiter)
         return waiter
-
-    def may_be_listed(self, visible: int) -> None:
-        """Note that the list may have a receive with such a lease now."""
-        if self.live:
-            self.listed.add(self.waiter(visible))
 
     def leave(self, *, for_good: bool = False) -> None:
         """Take this process off the list, if it may be on it, and undo claims that were made for it and have not come.
@@ -397,7 +396,9 @@ class Listener:
     def _handle(self, published: bytes) -> None:
         kind, value = published[:1], published[1:]
         if kind == b"m":  # a message was claimed for a receive here, which is off the list by that
-            strings = parse(value)
+            reader = hiredis.Reader()
+            reader.feed(value)
+            strings = reader.gets()
             self.listed.discard(f"{self._name}.{int(strings[0])}")
             claim = claimed_at(strings[1])
             self._last_claim = max(self._last_claim, claim)
@@ -489,7 +490,7 @@ class Receiving:
                     found = await self._claim_once(limit, visibility, waits=True)
                 finally:
                     if not found or receives.active > 1:
-                        self.listener.may_be_listed(visible)
+                        self.listener.waiter(visible, listed=True)
                 woken = False
                 if found or self.closed:
                     woken = receives.signals != seen  # woken meanwhile: for these, or for more
@@ -661,9 +662,7 @@ class Receiving:
         """Return the name on the list for the receive that has waited longest; "" if none waits."""
         if not self.receives.line:
             return ""
-        visible = self.receives.line[0].visible
-        self.listener.may_be_listed(visible)
-        return self.listener.waiter(visible)
+        return self.listener.waiter(self.receives.line[0].visible, listed=True)
 
     async def keep_time(self) -> None:
         """Run the timers until :meth:`end`, also if all around is cancelled: clean-up under a shield has deadlines as well."""
