@@ -213,6 +213,14 @@ ARRIVES: dict[str, tuple[Any, Any]] = {
     "an exact decimal": (Decimal, Decimal("1.10")),
     "the longest number": (int, 10**4_299),
     "deep lists": (list[Any], nested(200)),
+    "the last of a union": (Holder | int | None, None),
+    "no text": (None, ""),
+    "text beyond ASCII": (None, "Grüße, 日本 \U0001f600 \x00 \\ \"'"),
+    "a large whole number": (None, 2**53),
+    "a large number": (None, 1e300),
+    "truth": (None, False),
+    "nothing in lists": (None, [[], [None], {}, 0, -1, -0.001, True]),
+    "a nested dict": (None, {"": {"a": [1, "two", None, {"three": 3.0}]}}),
 }
 """By description: a type and a body that must arrive unchanged."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from unittest import SkipTest
@@ -147,6 +147,12 @@ class Harness:
             equal((found[0].delivery_count, found[0].attempt), counts, "delivery_count and attempt")
         return found[0]
 
+    async def lapsed(self, mailbox: AnyMailbox) -> Message[Any, Any]:
+        """Receive the only message that is available, and let its lease run out."""
+        message = await self.one(mailbox, lease=self.short)
+        await self.pass_time(self.short)
+        return message
+
     async def delivery(
         self, mailbox: AnyMailbox, body: Any = "x", *, lease: float = 600.0, **options: Any
     ) -> Message[Any, Any]:
@@ -222,6 +228,13 @@ class Harness:
     async def pass_time(self, seconds: float) -> None:
         """Let ``seconds`` pass, and the time by which the store's clock may differ and the store may be late."""
         await anyio.sleep(seconds + self.slack + self._late)
+
+    @asynccontextmanager
+    async def ending(self, seconds: float) -> AsyncIterator[None]:
+        """Mark checks that hold for ``seconds``, as :meth:`within` does, and let that time pass after the block."""
+        with self.within(seconds):
+            yield
+        await self.pass_time(seconds)
 
     async def spend(self, seconds: float) -> None:
         """Let ``seconds`` pass during a longer lease, which must not end."""
@@ -347,12 +360,12 @@ def behaviour(*needs: str) -> Callable[[Callable[[Harness], Awaitable[None]]], B
 
 
 def on_mailbox(
-    *needs: str, body: Any = None, reply: Any = None
-) -> Callable[[Callable[[Harness, AnyMailbox], Awaitable[None]]], Behaviour]:
-    """Make a behaviour of a function that is given one open mailbox with these types."""
+    *needs: str, body: Any = None, reply: Any = None, also: str = ""
+) -> Callable[[Callable[..., Awaitable[None]]], Behaviour]:
+    """Make a behaviour of a function that is given an open mailbox with these types, and one named ``also`` if given."""
 
-    def make(function: Callable[[Harness, AnyMailbox], Awaitable[None]]) -> Behaviour:
-        return from_row(function.__name__, _claim_of(function), function, *needs, body=body, reply=reply)
+    def make(function: Callable[..., Awaitable[None]]) -> Behaviour:
+        return from_row(function.__name__, _claim_of(function), function, *needs, body=body, reply=reply, also=also)
 
     return make
 
@@ -360,16 +373,20 @@ def on_mailbox(
 def from_row(
     name: str,
     claim: str,
-    function: Callable[[Harness, AnyMailbox], Awaitable[None]],
+    function: Callable[..., Awaitable[None]],
     *needs: str,
     body: Any = None,
     reply: Any = None,
+    also: str = "",
 ) -> Behaviour:
-    """Make a behaviour of a row of a table. ``function`` checks it on one open mailbox with these types."""
+    """Make a behaviour of a row of a table. ``function`` is given mailboxes as by :func:`on_mailbox`."""
 
     async def run(h: Harness) -> None:
-        async with h.open(body=body, reply=reply) as box:
-            await function(h, box)
+        async with AsyncExitStack() as stack:
+            boxes = [await stack.enter_async_context(h.open(body=body, reply=reply))]
+            if also:
+                boxes.append(await stack.enter_async_context(h.open(also)))
+            await function(h, *boxes)
 
     return replace(behaviour(*needs)(run), name=name, claim=claim)
 

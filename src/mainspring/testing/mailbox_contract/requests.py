@@ -16,11 +16,13 @@ from mainspring.errors import (
 from mainspring.mailbox.message import Counts
 from mainspring.testing.mailbox_contract.harness import (
     AnyMailbox,
+    Behaviour,
     Harness,
     TooLateError,
     behaviour,
     check,
     equal,
+    from_row,
     on_mailbox,
     raises,
     texts,
@@ -28,41 +30,38 @@ from mainspring.testing.mailbox_contract.harness import (
 from mainspring.worker.main_loop import MainLoop
 
 
-@behaviour("transactional_reply")
-async def a_reply_arrives_and_acknowledges(h: Harness) -> None:
+@on_mailbox("transactional_reply", also="replies")
+async def a_reply_arrives_and_acknowledges(h: Harness, box: AnyMailbox, replies: AnyMailbox) -> None:
     """reply() sends to the mailbox named by reply_to, with the request's id in its headers, and settles the request."""
-    async with h.open() as box, h.open("replies") as replies:
-        sent = await box.send({"ask": 1}, reply_to=replies.name)
-        request = await h.one(box)
-        equal(request.reply_to, replies.name, "reply_to")
-        await request.reply({"answer": 2})
-        check(request.is_settled, "the request is not settled")
-        await h.counts(box, settled=1)
-        await h.counts(replies, pending=1)
-        reply = await h.one(replies)
-        equal((reply.body, reply.headers.get("request_id")), ({"answer": 2}, sent), "body and request_id")
-        equal((reply.delivery_count, reply.attempt), (1, 1), "counts of the reply")
-        check(reply.id != sent, "the reply has the request's own id")
+    sent = await box.send({"ask": 1}, reply_to=replies.name)
+    request = await h.one(box)
+    equal(request.reply_to, replies.name, "reply_to")
+    await request.reply({"answer": 2})
+    check(request.is_settled, "the request is not settled")
+    await h.counts(box, settled=1)
+    await h.counts(replies, pending=1)
+    reply = await h.one(replies)
+    equal((reply.body, reply.headers.get("request_id")), ({"answer": 2}, sent), "body and request_id")
+    equal((reply.delivery_count, reply.attempt), (1, 1), "counts of the reply")
+    check(reply.id != sent, "the reply has the request's own id")
 
 
-@behaviour("transactional_reply")
-async def reply_to_can_be_a_mailbox(h: Harness) -> None:
+@on_mailbox("transactional_reply", also="replies")
+async def reply_to_can_be_a_mailbox(h: Harness, box: AnyMailbox, replies: AnyMailbox) -> None:
     """reply_to takes a mailbox object as well as its name."""
-    async with h.open() as box, h.open("replies") as replies:
-        await (await h.delivery(box, "ask", reply_to=replies)).reply("answer")
-        equal((await h.one(replies)).body, "answer", "the reply")
-        await h.counts(box, settled=1)
+    await (await h.delivery(box, "ask", reply_to=replies)).reply("answer")
+    equal((await h.one(replies)).body, "answer", "the reply")
+    await h.counts(box, settled=1)
 
 
-@behaviour("transactional_reply")
-async def a_reply_wakes_the_requester(h: Harness) -> None:
+@on_mailbox("transactional_reply", also="replies")
+async def a_reply_wakes_the_requester(h: Harness, box: AnyMailbox, replies: AnyMailbox) -> None:
     """A reply to a mailbox on which a receive waits is received at once."""
-    async with h.open() as box, h.open("replies") as replies:
-        request = await h.delivery(box, "ask", reply_to=replies.name)
-        with h.at_once("waking the requester"):
-            async with h.waiting(replies) as received:
-                await request.reply("answer")
-        equal([texts(found) for found in received], [["answer"]], "what the requester got")
+    request = await h.delivery(box, "ask", reply_to=replies.name)
+    with h.at_once("waking the requester"):
+        async with h.waiting(replies) as received:
+            await request.reply("answer")
+    equal([texts(found) for found in received], [["answer"]], "what the requester got")
 
 
 @on_mailbox("transactional_reply", "durable")
@@ -73,64 +72,55 @@ async def replies_to_a_mailbox_nobody_has_open_are_kept(h: Harness, box: AnyMail
         equal((await h.one(replies)).body, "answer", "the reply")
 
 
-@on_mailbox()
-async def a_reply_nobody_asked_for_is_an_error(h: Harness, box: AnyMailbox) -> None:
-    """Without reply_to, reply() raises ReplyNotAvailableError; the message is not settled and can be acknowledged."""
-    message = await h.delivery(box)
-    with raises(ReplyNotAvailableError, "a reply without reply_to"):
-        await message.reply("answer")
+def _unanswerable(name: str, claim: str, *addresses: str | None) -> Behaviour:
+    async def run(h: Harness, box: AnyMailbox) -> None:
+        for address in addresses:
+            message = await h.delivery(box, reply_to=address)
+            with raises(ReplyNotAvailableError, f"a reply to {address}"):
+                await message.reply("answer")
+            check(not message.is_settled, "the refused reply settled the message")
+            await message.acknowledge()
+        await h.counts(box, settled=len(addresses))
+
+    return from_row(name, claim, run)
+
+
+UNANSWERABLE = [
+    _unanswerable("a_reply_nobody_asked_for_is_an_error",
+                  "Without reply_to, reply() raises ReplyNotAvailableError; the message can be acknowledged.", None),
+    _unanswerable("a_reply_to_nowhere_is_an_error",
+                  "Where reply_to cannot be reached by its name, reply() raises ReplyNotAvailableError and settles nothing.",
+                  "nowhere://at-all"),
+    _unanswerable("a_reply_to_a_strange_store_is_an_error",
+                  "A reply_to on a store that the program has not named is ReplyNotAvailableError: that store is not called.",
+                  "redis://strange.invalid/0", "nats://strange.invalid", "postgresql://strange.invalid/db"),
+]  # fmt: skip
+"""Addresses that no reply can be sent to."""
+
+
+@on_mailbox("transactional_reply", reply=int, also="replies")
+async def a_reply_of_the_wrong_type_is_refused(h: Harness, box: AnyMailbox, replies: AnyMailbox) -> None:
+    """A reply that does not fit the reply type raises SerializationError; nothing leaves, nothing is settled."""
+    message = await h.delivery(box, reply_to=replies.name)
+    with raises(SerializationError, "a string where the reply is an int"):
+        await message.reply("seven")
     check(not message.is_settled, "the refused reply settled the message")
-    await h.counts(box, in_flight=1)
-    await message.acknowledge()
+    await h.counts(replies)
+    await message.reply(7)
+    equal((await h.one(replies)).body, 7, "the reply that fits")
     await h.counts(box, settled=1)
 
 
-@on_mailbox()
-async def a_reply_to_nowhere_is_an_error(h: Harness, box: AnyMailbox) -> None:
-    """Where reply_to cannot be reached by its name, reply() raises ReplyNotAvailableError and settles nothing."""
-    message = await h.delivery(box, reply_to="nowhere://at-all")
-    with raises(ReplyNotAvailableError, "a reply to an address that cannot be opened"):
-        await message.reply("answer")
-    check(not message.is_settled, "the refused reply settled the message")
-    await message.acknowledge()
-
-
-@on_mailbox()
-async def a_reply_to_a_strange_store_is_an_error(h: Harness, box: AnyMailbox) -> None:
-    """A reply_to on a store that the program has not named is ReplyNotAvailableError at once: that store is not called."""
-    for url in ("redis://strange.invalid/0", "nats://strange.invalid", "postgresql://strange.invalid/db"):
-        message = await h.delivery(box, reply_to=url)
-        with raises(ReplyNotAvailableError, f"a reply to {url}"):
-            await message.reply("answer")
-        await message.acknowledge()
-    await h.counts(box, settled=3)
-
-
-@behaviour("transactional_reply")
-async def a_reply_of_the_wrong_type_is_refused(h: Harness) -> None:
-    """A reply that does not fit the reply type raises SerializationError; nothing leaves, nothing is settled."""
-    async with h.open(reply=int) as box, h.open("replies") as replies:
-        message = await h.delivery(box, reply_to=replies.name)
-        with raises(SerializationError, "a string where the reply is an int"):
-            await message.reply("seven")
-        check(not message.is_settled, "the refused reply settled the message")
-        await h.counts(replies)
-        await message.reply(7)
-        equal((await h.one(replies)).body, 7, "the reply that fits")
-        await h.counts(box, settled=1)
-
-
-@behaviour("transactional_reply")
-async def an_acknowledge_after_a_reply_does_nothing(h: Harness) -> None:
+@on_mailbox("transactional_reply", also="replies")
+async def an_acknowledge_after_a_reply_does_nothing(h: Harness, box: AnyMailbox, replies: AnyMailbox) -> None:
     """A reply has acknowledged: acknowledge() then does nothing, a second reply raises MessageSettledError."""
-    async with h.open() as box, h.open("replies") as replies:
-        message = await h.delivery(box, reply_to=replies.name)
-        await message.reply("answer")
-        await message.acknowledge()
-        with raises(MessageSettledError, "a second reply"):
-            await message.reply("another answer")
-        await h.counts(box, settled=1)
-        await h.counts(replies, pending=1)
+    message = await h.delivery(box, reply_to=replies.name)
+    await message.reply("answer")
+    await message.acknowledge()
+    with raises(MessageSettledError, "a second reply"):
+        await message.reply("another answer")
+    await h.counts(box, settled=1)
+    await h.counts(replies, pending=1)
 
 
 @on_mailbox("transactional_reply")
@@ -201,6 +191,11 @@ async def a_reply_has_the_type_of_the_replies(h: Harness) -> None:
                 await pending.result(timeout=h.wait)
 
 
+def _reason(error: BaseException) -> tuple[str, str]:
+    assert isinstance(error, RequestFailedError)
+    return error.error_type, error.error
+
+
 @on_mailbox("siblings")
 async def a_request_that_dies_tells_its_requester(h: Harness, box: AnyMailbox) -> None:
     """Where a request is dead-lettered its requester gets RequestFailedError with the reason, at once."""
@@ -210,9 +205,7 @@ async def a_request_that_dies_tells_its_requester(h: Harness, box: AnyMailbox) -
         await request.dead_letter(LookupError("nowhere to be found"))
         with raises(RequestFailedError, "the result of a dead request") as caught:
             await pending.result(timeout=h.wait)
-    (error,) = caught
-    assert isinstance(error, RequestFailedError)
-    equal((error.error_type, error.error), ("LookupError", "nowhere to be found"), "the reason")
+    equal(_reason(caught[0]), ("LookupError", "nowhere to be found"), "the reason")
     await h.counts(box, dead=1)
 
 
@@ -277,30 +270,27 @@ async def a_second_reply_is_dropped(h: Harness, box: AnyMailbox) -> None:
     equal(box.forgotten_replies, 1, "forgotten replies")
 
 
-@behaviour("siblings")
-async def a_handler_can_answer_with_an_error(h: Harness) -> None:
+@on_mailbox("siblings", body=str, reply=str, also="replies")
+async def a_handler_can_answer_with_an_error(h: Harness, box: AnyMailbox, replies: AnyMailbox) -> None:
     """ReplyError reaches the requester at once, with its text; the message is acknowledged, with or without a requester."""
 
     async def refuse(body: str) -> str:
         raise ReplyError(f"there is no {body}")
 
-    async with h.open(body=str, reply=str) as box, h.open("replies") as replies:
-        loop = MainLoop(box, refuse)
-        async with loop:
-            pending = await box.submit("GONE")
-            with raises(RequestFailedError, "the result of a refused request") as caught:
-                await pending.result(timeout=h.wait)
-            failed = caught[0]
-            told = isinstance(failed, RequestFailedError) and (failed.error_type, failed.error)
-            equal(told, ("ReplyError", "there is no GONE"), "what the requester is told")
-            check("there is no GONE" in str(failed), f"it was {failed!r}")
-            await box.send("a")
-            await box.send("b", reply_to=replies)
+    loop = MainLoop(box, refuse)
+    async with loop:
+        pending = await box.submit("GONE")
+        with raises(RequestFailedError, "the result of a refused request") as caught:
+            await pending.result(timeout=h.wait)
+        equal(_reason(caught[0]), ("ReplyError", "there is no GONE"), "what the requester is told")
+        check("there is no GONE" in str(caught[0]), f"it was {caught[0]!r}")
+        await box.send("a")
+        await box.send("b", reply_to=replies)
 
-            async def all_settled() -> bool:
-                return (await box.counts()).settled == 3
+        async def all_settled() -> bool:
+            return (await box.counts()).settled == 3
 
-            await h.until(all_settled, "messages whose handler raised ReplyError were acknowledged")
-        await h.counts(box, settled=3)
-        await h.counts(replies)
-        equal(dict(loop.outcomes), {"acknowledged": 3}, "outcomes")
+        await h.until(all_settled, "messages whose handler raised ReplyError were acknowledged")
+    await h.counts(box, settled=3)
+    await h.counts(replies)
+    equal(dict(loop.outcomes), {"acknowledged": 3}, "outcomes")

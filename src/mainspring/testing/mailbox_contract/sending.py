@@ -203,13 +203,12 @@ async def a_finished_message_frees_its_dedup_key(h: Harness, box: AnyMailbox) ->
     equal((await h.one(box)).body, "d", "what is left")
 
 
-@behaviour("dedup")
-async def a_dedup_key_is_its_mailboxes_own(h: Harness) -> None:
+@on_mailbox("dedup", also="other")
+async def a_dedup_key_is_its_mailboxes_own(h: Harness, box: AnyMailbox, other: AnyMailbox) -> None:
     """The same key in another mailbox is another message."""
-    async with h.open() as box, h.open("other") as other:
-        first = await box.send("here", dedup_key="k")
-        check(await other.send("there", dedup_key="k") != first, "two mailboxes share a key")
-        equal((await h.one(other)).body, "there", "what came in the other mailbox")
+    first = await box.send("here", dedup_key="k")
+    check(await other.send("there", dedup_key="k") != first, "two mailboxes share a key")
+    equal((await h.one(other)).body, "there", "what came in the other mailbox")
 
 
 @on_mailbox("expiry")
@@ -280,18 +279,17 @@ async def what_somebody_works_on_does_not_expire(h: Harness, box: AnyMailbox) ->
     await h.none(box, "it was given back past its expiry")
 
 
-@behaviour()
-async def a_mailbox_holds_only_its_own_messages(h: Harness) -> None:
+@on_mailbox(also="other")
+async def a_mailbox_holds_only_its_own_messages(h: Harness, box: AnyMailbox, other: AnyMailbox) -> None:
     """Messages, counts, purges and dead letters of another name on the store are not this mailbox's."""
-    async with h.open() as box, h.open("other") as other:
-        await box.send("here")
-        await other.send_many(["there", "dead"])
-        await (await other.receive(max_messages=2))[1].dead_letter("x")
-        await h.counts(box, pending=1)
-        await h.counts(other, in_flight=1, dead=1)
-        equal(await box.dead_letters(), [], "dead letters of the first mailbox")
-        equal(await box.purge(), 1, "purged messages")
-        await h.counts(other, in_flight=1, dead=1)
+    await box.send("here")
+    await other.send_many(["there", "dead"])
+    await (await other.receive(max_messages=2))[1].dead_letter("x")
+    await h.counts(box, pending=1)
+    await h.counts(other, in_flight=1, dead=1)
+    equal(await box.dead_letters(), [], "dead letters of the first mailbox")
+    equal(await box.purge(), 1, "purged messages")
+    await h.counts(other, in_flight=1, dead=1)
 
 
 YEAR = 366 * 86_400.0

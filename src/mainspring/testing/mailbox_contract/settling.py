@@ -12,7 +12,6 @@ from mainspring.testing.mailbox_contract.harness import (
     AnyMailbox,
     Behaviour,
     Harness,
-    behaviour,
     check,
     equal,
     from_row,
@@ -371,13 +370,12 @@ async def an_expired_message_cannot_be_cancelled(h: Harness, box: AnyMailbox) ->
     await h.counts(box, dead=2)
 
 
-@behaviour("cancel")
-async def another_mailboxs_message_is_unknown(h: Harness) -> None:
+@on_mailbox("cancel", also="others")
+async def another_mailboxs_message_is_unknown(h: Harness, box: AnyMailbox, others: AnyMailbox) -> None:
     """A message of another mailbox on the store is UNKNOWN here, and stays there."""
-    async with h.open() as box, h.open("others") as others:
-        sent = await others.send("x")
-        equal(await box.cancel(sent), CancelOutcome.UNKNOWN, "outcome")
-        await h.counts(others, pending=1)
+    sent = await others.send("x")
+    equal(await box.cancel(sent), CancelOutcome.UNKNOWN, "outcome")
+    await h.counts(others, pending=1)
 
 
 @on_mailbox("cancel")
