@@ -490,7 +490,7 @@ def refused(*operations: str) -> list[str]:
 KINDS: list[tuple[Kind, list[str]]] = [
     (AcceptsStale, refused("acknowledge", "nack", "delayed_nack", "release", "dead_letter")),
     (AcceptsStale, ["a_lease_ends_at_its_instant", "after_a_purge_every_holder_is_refused"]),
-    (AcceptsStale, ["a_refused_holder_can_be_refused_again", "a_message_that_is_named_twice_is_acknowledged_once"]),
+    (AcceptsStale, ["a_refused_holder_can_be_refused_again", "messages_are_acknowledged_in_one_call"]),
     (AcceptsStaleExtension, refused("extend_visibility")),
     (ForgetsCheckpoints, ["a_checkpoint_survives_every_return", *refused("save_checkpoint")]),
     (ExtendShortens, ["extend_never_shortens"]),
@@ -517,9 +517,9 @@ KINDS: list[tuple[Kind, list[str]]] = [
     (Polls, ["send_many_wakes_as_many_receivers", "each_send_wakes_another_receiver", "an_endless_wait_is_woken_too"]),
     (Polls, ["a_cancelled_waiter_does_not_swallow_the_wake_up", "a_reply_wakes_the_requester"]),
     (GivesOutTwice, ["concurrent_receivers_get_each_message_once", "a_leased_message_is_hidden_from_others"]),
-    (LastInFirstOut, ["send_many_keeps_the_order", "a_batch_has_the_order_too"]),
+    (LastInFirstOut, ["send_many_keeps_the_order", "a_higher_priority_comes_first"]),
     (IgnoresDedup, ["a_dedup_key_makes_one_message", "send_checks_dedup_key"]),
-    (IgnoresPriority, ["send_checks_priority", "a_batch_has_the_order_too"]),
+    (IgnoresPriority, ["send_checks_priority", "a_higher_priority_comes_first"]),
     (IgnoresDelay, ["a_delayed_message_stays_hidden_until_its_time", "a_long_delay_hides", "send_checks_delay"]),
     (IgnoresHeaders, ["headers_arrive_unchanged", "send_checks_headers"]),
     (
@@ -544,7 +544,7 @@ KINDS: list[tuple[Kind, list[str]]] = [
     (DropsTracebacks, ["a_dead_letter_says_everything"]),
     (PurgesTheDead, ["a_purge_drops_what_is_not_dead"]),
     (ReplaysAll, ["a_replay_can_be_of_some"]),
-    (DatesDeathsLate, ["an_expired_message_died_at_its_expiry"]),
+    (DatesDeathsLate, ["an_expired_message_goes_to_the_dead_letters"]),
     (ReplaysWithoutKeys, ["a_replayed_message_has_its_dedup_key_again"]),
     (CancelsOnlyWhatWaits, ["a_message_in_flight_can_be_cancelled", "a_cancelled_message_frees_its_dedup_key"]),
     (CancelsSilently, ["a_cancellation_is_announced"]),
@@ -555,7 +555,7 @@ KINDS: list[tuple[Kind, list[str]]] = [
     (KeepsNoHistory, ["a_message_remembers_its_failures", "the_history_is_bounded"]),
     (KeepsTheHistoryOfTheReplayed, ["a_replayed_message_begins_a_new_history"]),
     (KeepsTheDead, ["a_dead_letter_is_received_and_purged_when_acknowledged"]),
-    (ReplaysNothing, ["a_dead_letter_can_be_replayed_from_a_view", "a_replayed_message_can_be_cancelled"]),
+    (ReplaysNothing, ["a_dead_letter_can_be_replayed_from_a_view", "a_returned_message_can_be_cancelled"]),
     (FindsAnyDead, ["a_dead_letter_can_be_found_by_its_id"]),
     (NewestDeathFirst, ["dead_letters_come_oldest_first_in_pages", "dead_letters_are_in_the_order_of_their_deaths"]),
     (

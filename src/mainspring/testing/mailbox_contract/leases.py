@@ -15,6 +15,7 @@ from mainspring.testing.mailbox_contract.harness import (
     Harness,
     check,
     equal,
+    from_row,
     on_mailbox,
     raises,
 )
@@ -43,12 +44,11 @@ async def a_receipt_handle_is_new_each_delivery(h: Harness, box: AnyMailbox) -> 
 
 @on_mailbox()
 async def an_expired_lease_charges_and_delivers_again(h: Harness, box: AnyMailbox) -> None:
-    """When its lease runs out, a message is pending again: the next delivery counts as one more attempt."""
+    """When its lease runs out, a message is pending again, also without a receive; its next delivery is one more attempt."""
     await box.send("x")
-    with h.within(h.short):
+    async with h.ending(h.short):
         await h.one(box, lease=h.short)
         await h.counts(box, in_flight=1)
-    await h.pass_time(h.short)
     await h.due_counts(box, pending=1)
     await h.one(box, lease=h.short, wait=h.patience, counts=(2, 2))
     await h.pass_time(h.short)
@@ -141,10 +141,9 @@ async def leases_are_each_messages_own(h: Harness, box: AnyMailbox) -> None:
     """The messages of one batch expire, are extended and settled each by itself."""
     lease = h.ample(1.0)
     await box.send_many(["kept", "lost"])
-    with h.within(lease):
+    async with h.ending(lease):
         kept, _lost = await box.receive(max_messages=2, visibility_timeout=lease)
         await kept.extend_visibility(600)
-    await h.pass_time(lease)
     equal((await h.one(box, wait=h.patience)).body, "lost", "what came back")
     await kept.acknowledge()
     await h.counts(box, in_flight=1, settled=1)
@@ -162,9 +161,7 @@ async def a_checkpoint_survives_every_return(h: Harness, box: AnyMailbox) -> Non
     message = await h.one(box)
     equal(message.checkpoint, b'{"step":2}', "the checkpoint after a nack")
     await message.release()
-    message = await h.one(box, lease=h.short)
-    equal(message.checkpoint, b'{"step":2}', "the checkpoint after a release")
-    await h.pass_time(h.short)
+    equal((await h.lapsed(box)).checkpoint, b'{"step":2}', "the checkpoint after a release")
     message = await h.one(box, wait=h.patience)
     equal(message.checkpoint, b'{"step":2}', "the checkpoint after an expiry")
     await message.save_checkpoint(b"3")
@@ -178,7 +175,7 @@ class HolderOperation:
 
     name: str
     call: Callable[[Message[Any, Any]], Awaitable[None]]
-    needs: frozenset[str] = frozenset()
+    needs: tuple[str, ...] = ()
 
 
 OPERATIONS = (
@@ -187,33 +184,28 @@ OPERATIONS = (
     HolderOperation("delayed_nack", lambda message: message.nack(delay=3_600)),
     HolderOperation("release", lambda message: message.release()),
     HolderOperation("dead_letter", lambda message: message.dead_letter("no")),
-    HolderOperation("reply", lambda message: message.reply("result"), needs=frozenset({"transactional_reply"})),
+    HolderOperation("reply", lambda message: message.reply("result"), needs=("transactional_reply",)),
     HolderOperation("extend_visibility", lambda message: message.extend_visibility(600)),
-    HolderOperation(
-        "save_checkpoint", lambda message: message.save_checkpoint(b'"x"'), needs=frozenset({"checkpoints"})
-    ),
+    HolderOperation("save_checkpoint", lambda message: message.save_checkpoint(b'"x"'), needs=("checkpoints",)),
 )
 
 
 def _after_expiry(operation: HolderOperation, *, redelivered: bool) -> Behaviour:
-    async def run(h: Harness) -> None:
-        async with h.open() as box, h.open("replies") as replies:
-            stale = await h.delivery(box, reply_to=replies.name, lease=h.short)
-            await h.pass_time(h.short)
-            holder = await h.one(box, lease=600, wait=h.patience) if redelivered else None
-            with raises(ReceiptHandleExpiredError, f"{operation.name} after the lease ran out"):
-                await operation.call(stale)
-            check(not stale.is_settled, "the refused call counts as a settlement")
-            await h.counts(replies)
-            if holder is None:
-                await h.due_counts(box, pending=1)
-            else:
-                await h.counts(box, in_flight=1)
-                await holder.release()
-            message = await h.one(box, wait=h.patience)
-            equal(
-                (message.delivery_count, message.checkpoint), (2 + redelivered, None), "delivery_count and checkpoint"
-            )
+    async def run(h: Harness, box: AnyMailbox, replies: AnyMailbox) -> None:
+        await box.send("x", reply_to=replies.name)
+        stale = await h.lapsed(box)
+        holder = await h.one(box, wait=h.patience) if redelivered else None
+        with raises(ReceiptHandleExpiredError, f"{operation.name} after the lease ran out"):
+            await operation.call(stale)
+        check(not stale.is_settled, "the refused call counts as a settlement")
+        await h.counts(replies)
+        if holder is None:
+            await h.due_counts(box, pending=1)
+        else:
+            await h.counts(box, in_flight=1)
+            await holder.release()
+        message = await h.one(box, wait=h.patience)
+        equal((message.delivery_count, message.checkpoint), (2 + redelivered, None), "delivery_count and checkpoint")
 
     name = f"{operation.name}_after_{'a_redelivery' if redelivered else 'the_expiry'}_is_refused"
     claim = (
@@ -221,28 +213,24 @@ def _after_expiry(operation: HolderOperation, *, redelivered: bool) -> Behaviour
         if redelivered
         else f"{operation.name} after the lease ran out raises ReceiptHandleExpiredError and has no effect."
     )
-    return Behaviour(name, claim, operation.needs | {"fencing"}, run)
+    return from_row(name, claim, run, *operation.needs, "fencing", also="replies")
 
 
 def _after_settlement(operation: HolderOperation) -> Behaviour:
-    async def run(h: Harness) -> None:
-        async with h.open() as box, h.open("replies") as replies:
-            await box.send_many(["acknowledged", "nacked"], reply_to=replies.name)
-            first, second = await h.all(box)
-            await first.acknowledge()
-            await second.nack()
-            for message in (first, second):
-                with raises(MessageSettledError, f"{operation.name} after the {message.body} settlement"):
-                    await operation.call(message)
-            await h.counts(box, pending=1, settled=1)
-            await h.counts(replies)
+    async def run(h: Harness, box: AnyMailbox, replies: AnyMailbox) -> None:
+        await box.send_many(["acknowledged", "nacked"], reply_to=replies.name)
+        first, second = await h.all(box)
+        await first.acknowledge()
+        await second.nack()
+        for message in (first, second):
+            with raises(MessageSettledError, f"{operation.name} after the {message.body} settlement"):
+                await operation.call(message)
+        await h.counts(box, pending=1, settled=1)
+        await h.counts(replies)
 
-    return Behaviour(
-        f"{operation.name}_after_a_settlement_is_refused",
-        f"{operation.name} on a delivery that was settled raises MessageSettledError and has no effect.",
-        operation.needs,
-        run,
-    )
+    name = f"{operation.name}_after_a_settlement_is_refused"
+    claim = f"{operation.name} on a delivery that was settled raises MessageSettledError and has no effect."
+    return from_row(name, claim, run, *operation.needs, also="replies")
 
 
 STALE = [
@@ -268,8 +256,8 @@ async def after_a_purge_every_holder_is_refused(h: Harness, box: AnyMailbox) -> 
 @on_mailbox("fencing")
 async def a_refused_holder_can_be_refused_again(h: Harness, box: AnyMailbox) -> None:
     """A call that was refused does not settle the delivery: the next one is refused for the same reason."""
-    stale = await h.delivery(box, lease=h.short)
-    await h.pass_time(h.short)
+    await box.send("x")
+    stale = await h.lapsed(box)
     for _ in range(2):
         with raises(ReceiptHandleExpiredError, "a stale acknowledgement"):
             await stale.acknowledge()

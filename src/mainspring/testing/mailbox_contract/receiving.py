@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from mainspring.mailbox.message import Message
 
+    Hide: TypeAlias = Callable[[Harness, AnyMailbox], Awaitable[object]]
     Cause: TypeAlias = Callable[[Harness, AnyMailbox, Message[Any, Any]], Awaitable[object]]
 
 
@@ -64,13 +65,29 @@ async def receive_returns_at_most_max_messages(h: Harness, box: AnyMailbox) -> N
     await h.counts(box, pending=3, in_flight=4)
 
 
-@on_mailbox()
-async def a_leased_message_is_hidden_from_others(h: Harness, box: AnyMailbox) -> None:
-    """A message in flight cannot be received again while its lease runs."""
-    await h.delivery(box)
-    await h.none(box, "its only message is leased")
-    equal(await box.receive(wait_time_seconds=h.short), [], "what a short poll got")
-    await h.counts(box, in_flight=1)
+def _hides(name: str, claim: str, hide: Hide, *needs: str, **counts: int) -> Behaviour:
+    async def run(h: Harness, box: AnyMailbox) -> None:
+        await hide(h, box)
+        await h.none(box, "it is hidden")
+        equal(await box.receive(wait_time_seconds=h.short), [], "what a short poll got")
+        await h.counts(box, **counts)
+
+    return from_row(name, claim, run, *needs)
+
+
+async def _nack_for_an_hour(h: Harness, box: AnyMailbox) -> None:
+    await (await h.delivery(box)).nack(delay=3_600)
+
+
+HIDDEN = [
+    _hides("a_leased_message_is_hidden_from_others", "A message in flight cannot be received again while its lease runs.",
+           lambda h, box: h.delivery(box), in_flight=1),
+    _hides("a_long_delay_hides", "A message with a long delay does not come, not even where nothing else is there.",
+           lambda h, box: box.send("later", delay=3_600), "delay", delayed=1),
+    _hides("a_nacks_delay_hides_the_message", "During the delay of a nack the message cannot be received.",
+           _nack_for_an_hour, "delay", delayed=1),
+]  # fmt: skip
+"""Operations after which no message is available."""
 
 
 @behaviour()
@@ -219,60 +236,11 @@ async def the_same_message_has_the_same_id_and_times(h: Harness, box: AnyMailbox
     equal(second.first_received_at, first.first_received_at, "first_received_at")
 
 
-async def _woken(h: Harness, box: AnyMailbox, cause: Callable[[], Awaitable[object]], after: float, what: str) -> Any:
-    """Call ``cause`` while a receive waits. Return the message, which must come ``after`` seconds later."""
-    async with h.waiting(box, seconds=h.wait * 10) as received:
-        await anyio.sleep(h.short / 4)
-        check(not received, f"the waiting receive returned before {what}")
-        began = anyio.current_time()
-        await cause()
-    h.check_duration(anyio.current_time() - began, after, f"waking by {what}")
-    (found,) = received
-    equal(len(found), 1, f"messages received after {what}")
-    return found[0]
-
-
 @on_mailbox()
 async def a_wait_ends_in_time(h: Harness, box: AnyMailbox) -> None:
     """With nothing to receive, a long poll returns [] after wait_time_seconds."""
     with h.takes(h.short, "a poll of an empty mailbox"):
         equal(await box.receive(wait_time_seconds=h.short), [], "received")
-
-
-@on_mailbox()
-async def an_endless_wait_is_woken_too(h: Harness, box: AnyMailbox) -> None:
-    """wait_time_seconds may be infinite; a send ends the wait."""
-    with h.at_once("waking an endless wait"):
-        async with h.waiting(box, seconds=math.inf) as received:
-            await box.send("x")
-    equal([texts(found) for found in received], [["x"]], "what was received")
-
-
-@on_mailbox()
-async def send_many_wakes_as_many_receivers(h: Harness, box: AnyMailbox) -> None:
-    """Five messages sent together wake five waiting receives at once, one message each."""
-    with h.at_once("waking five receives"):
-        async with h.waiting(box, 5) as received:
-            await box.send_many(range(5))
-    equal(sorted(texts(found) for found in received), [[number] for number in range(5)], "the bodies received")
-
-
-@on_mailbox()
-async def each_send_wakes_another_receiver(h: Harness, box: AnyMailbox) -> None:
-    """Five sends one after the other wake five waiting receives: no wake-up is spent on a receive that has been woken."""
-    with h.at_once("waking five receives by five sends"):
-        async with h.waiting(box, 5) as received:
-            for number in range(5):
-                await box.send(number)
-    equal(sorted(texts(found) for found in received), [[number] for number in range(5)], "the bodies received")
-
-
-@on_mailbox("delay")
-async def a_shorter_delay_wakes_sooner(h: Harness, box: AnyMailbox) -> None:
-    """A delay that ends before the one a receive waits for is not slept through."""
-    await box.send("much later", delay=3_600)
-    message = await _woken(h, box, lambda: box.send("x", delay=h.short), h.short, "the end of the shorter delay")
-    equal(message.body, "x", "body")
 
 
 @on_mailbox()
@@ -303,15 +271,48 @@ async def _replay(h: Harness, box: AnyMailbox, held: Message[Any, Any]) -> None:
     await box.replay_dead_letters()
 
 
+async def _send_two_delayed(h: Harness, box: AnyMailbox, held: Message[Any, Any]) -> None:
+    await box.send("much later", delay=3_600)
+    await h.rest()
+    await box.send("x", delay=h.short)
+
+
+async def _send_five(h: Harness, box: AnyMailbox) -> None:
+    for number in range(5):
+        await box.send(number)
+
+
 def _wakes(
-    name: str, claim: str, cause: Cause, counts: tuple[int, int], *needs: str, delayed: bool = False
+    name: str,
+    claim: str,
+    cause: Cause,
+    counts: tuple[int, int],
+    *needs: str,
+    delayed: bool = False,
+    wait: float = 10 * Harness.wait,
 ) -> Behaviour:
     async def run(h: Harness, box: AnyMailbox) -> None:
         held = await h.delivery(box)
-        message = await _woken(h, box, partial(cause, h, box, held), h.short if delayed else 0.0, "it")
+        async with h.waiting(box, seconds=wait) as received:
+            await anyio.sleep(h.short / 4)
+            check(not received, "the waiting receive returned before there was a message")
+            began = anyio.current_time()
+            await cause(h, box, held)
+        h.check_duration(anyio.current_time() - began, h.short if delayed else 0.0, "waking")
+        ((message,),) = received
         equal((message.body, message.delivery_count, message.attempt), ("x", *counts), "body and counts")
 
     return from_row(name, claim, run, *needs)
+
+
+def _wakes_five(name: str, claim: str, send: Callable[[Harness, AnyMailbox], Awaitable[object]]) -> Behaviour:
+    async def run(h: Harness, box: AnyMailbox) -> None:
+        with h.at_once("waking five receives"):
+            async with h.waiting(box, 5) as received:
+                await send(h, box)
+        equal(sorted(texts(found) for found in received), [[number] for number in range(5)], "the bodies received")
+
+    return from_row(name, claim, run)
 
 
 WAKES = [
@@ -329,6 +330,16 @@ WAKES = [
     _wakes("the_end_of_a_nacks_delay_wakes_a_waiting_receive",
            "A waiting receive has a message at the instant the delay of its nack ends.",
            lambda h, box, held: held.nack(delay=h.short), (2, 2), delayed=True),
+    _wakes("a_shorter_delay_wakes_sooner", "A delay that ends before the one a receive waits for is not slept through.",
+           _send_two_delayed, (1, 1), "delay", delayed=True),
+    _wakes("an_endless_wait_is_woken_too", "wait_time_seconds may be infinite; a send ends the wait.",
+           lambda h, box, held: box.send("x"), (1, 1), wait=math.inf),
+    _wakes_five("send_many_wakes_as_many_receivers",
+                "Five messages sent together wake five waiting receives at once, one message each.",
+                lambda h, box: box.send_many(range(5))),
+    _wakes_five("each_send_wakes_another_receiver",
+                "Five sends one after the other wake five waiting receives: none is spent on a receive that has been woken.",
+                _send_five),
 ]  # fmt: skip
 """What makes a message available while a receive waits, beside the delivery ``held``; and the counts it then has."""
 
@@ -388,23 +399,15 @@ async def first_in_first_out(h: Harness, box: AnyMailbox) -> None:
 
 @on_mailbox("priority")
 async def a_higher_priority_comes_first(h: Harness, box: AnyMailbox) -> None:
-    """Higher priorities come first, equal ones first in first out, negative ones after the default."""
+    """Higher priorities come first, equal ones first in first out, negative ones last; one by one, and in one batch."""
     await box.send("normal 1")
     await box.send("low", priority=-5)
     await box.send_many(["high 1", "high 2"], priority=5)
     await box.send("normal 2")
     await box.send("highest", priority=6)
     expected = ["highest", "high 1", "high 2", "normal 1", "normal 2", "low"]
-    equal([(await h.one(box)).body for _ in range(6)], expected, "the order one by one")
-
-
-@on_mailbox("priority")
-async def a_batch_has_the_order_too(h: Harness, box: AnyMailbox) -> None:
-    """One receive of many returns them by priority as well."""
-    await box.send("b")
-    await box.send("a", priority=1)
-    await box.send("c")
-    equal(texts(await h.all(box)), ["a", "b", "c"], "the order in one batch")
+    singles = [(await h.one(box)).body for _ in range(2)]
+    equal(singles + texts(await h.all(box)), expected, "the order")
 
 
 @on_mailbox()
@@ -412,10 +415,9 @@ async def a_nacks_delay_ends_at_the_tail(h: Harness, box: AnyMailbox) -> None:
     """After nack(delay=s) a message is invisible for s seconds, then behind those that wait."""
     await box.send_many(["a", "b"])
     first = await h.one(box)
-    with h.within(h.short):
+    async with h.ending(h.short):
         await first.nack(delay=h.short)
         await h.counts(box, delayed=1, pending=1)
-    await h.pass_time(h.short)
     await h.due_counts(box, pending=2)
     equal(texts(await h.all(box)), ["b", "a"], "the order after the delay")
 
@@ -424,8 +426,7 @@ async def a_nacks_delay_ends_at_the_tail(h: Harness, box: AnyMailbox) -> None:
 async def an_expired_message_goes_to_the_tail(h: Harness, box: AnyMailbox) -> None:
     """A message whose lease ran out comes after those that were waiting."""
     await box.send_many(["a", "b", "c"])
-    await h.one(box, lease=h.short)
-    await h.pass_time(h.short)
+    await h.lapsed(box)
     equal(texts(await h.all(box, due=3)), ["b", "c", "a"], "the order after an expiry")
 
 
