@@ -9,8 +9,7 @@ import json
 from struct import Struct, pack, unpack_from
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from psycopg.adapt import Dumper
-from psycopg.pq import Format
+from psycopg.types.string import BytesBinaryDumper
 
 from mainspring.errors import ReceiptHandleExpiredError
 from mainspring.mailbox.codec import headers_of
@@ -93,27 +92,22 @@ def array(kind: type[Packed], values: Sequence[Any], encoding: str = "utf-8") ->
         flat: list[Any] = [size] * (2 * len(values))
         flat[1::2] = values
         return kind(header + pack("!" + form * len(values), *flat))
-    if kind is Texts:
-        values = [None if value is None else value.encode(encoding) for value in values]
-    elif form:
-        values = [None if value is None else pack("!" + form[1], value) for value in values]
     parts = [header]
     for value in values:
         if value is None:
             parts.append(_NULL)
+            continue
+        if kind is Texts:
+            raw = value.encode(encoding)
+        elif form:
+            raw = pack("!" + form[1], value)
         else:
-            parts += (_LENGTH(len(value)), value)
+            raw = value
+        parts += (_LENGTH(len(raw)), raw)
     return kind(b"".join(parts))
 
 
-class _Dumper(Dumper):
-    format = Format.BINARY
-
-    def dump(self, obj: Any) -> Any:
-        return obj
-
-
-class _TextsDumper(_Dumper):
+class _TextsDumper(BytesBinaryDumper):
     """Texts, which are packed as UTF-8, leave in the encoding of the connection."""
 
     oid = _ARRAYS[Texts][0]
@@ -135,7 +129,9 @@ def _parts(packed: bytes) -> Iterator[bytes | None]:
         place += max(length, 0)
 
 
-_DUMPERS = {kind: type(f"_{kind.__name__}Dumper", (_Dumper,), {"oid": oid}) for kind, (oid, *_) in _ARRAYS.items()}
+_DUMPERS = {
+    kind: type(f"_{kind.__name__}Dumper", (BytesBinaryDumper,), {"oid": oid}) for kind, (oid, *_) in _ARRAYS.items()
+}
 """Made once: the driver keeps each class that was ever registered."""
 
 
@@ -251,17 +247,15 @@ def plain_text(text: str) -> str:
 
 
 def leases(deliveries: Sequence[Delivery]) -> tuple[Any, ...]:
-    """Return the ids and the lease numbers of deliveries."""
-    ids = array(Texts, [delivery.message_id for delivery in deliveries])
-    return ids, array(Integers, [lease_of(delivery) for delivery in deliveries])
-
-
-def lease_of(delivery: Delivery) -> int:
-    """Return the number of a delivery's lease; 0, which no lease has, for a handle of another kind of mailbox."""
-    message_id, _, number = delivery.receipt_handle.rpartition(".")
-    if message_id != delivery.message_id or not (number.isascii() and number.isdigit() and len(number) < 10):
-        return 0
-    return int(number)
+    """Return the ids and the lease numbers of deliveries; 0, which no lease has, for a handle of another kind of mailbox."""
+    ids: list[str] = []
+    leases: list[int] = []
+    for delivery in deliveries:
+        message_id, _, number = delivery.receipt_handle.rpartition(".")
+        ours = message_id == delivery.message_id and number.isascii() and number.isdigit() and len(number) < 10
+        ids.append(delivery.message_id)
+        leases.append(int(number) if ours else 0)
+    return array(Texts, ids), array(Integers, leases)
 
 
 def expired(delivery: Delivery) -> ReceiptHandleExpiredError:
