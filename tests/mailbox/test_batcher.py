@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 from mainspring.errors import MailboxClosedError, MailboxConnectionError
-from mainspring.mailbox.batcher import Batcher, Command
+from mainspring.mailbox.batched import Batcher, Command
 from mainspring.mailbox.limits import CLOSE_TIMEOUT, COURTESY
 from mainspring.runtime.scope import DaemonScope
 

@@ -8,8 +8,8 @@ import anyio
 import pytest
 
 from mainspring import MailboxConnectionError
+from mainspring.mailbox.batched import Waiters
 from mainspring.mailbox.redis import receive as redis_receive
-from mainspring.mailbox.waiting import Waiters
 from mainspring.testing import run_virtual
 
 
@@ -20,12 +20,10 @@ class Queue:
         self.waiters = Waiters()
         self.messages = []
         self.got = {}
-        self.usable = True
 
     def send(self, *messages):
         self.messages += messages
-        self.waiters.signals += 1
-        self.waiters.wake(len(messages))
+        self.waiters.signal(len(messages))
 
     async def receive(self, name, *, wait=60.0, look_takes=0.0):
         async def look():
@@ -33,7 +31,7 @@ class Queue:
             return [self.messages.pop(0)] if self.messages else []
 
         until = anyio.current_time() + wait
-        found = await self.waiters.first(look, until, usable=lambda: self.usable)
+        found = await self.waiters.first(look, until)
         self.got[name] = (*found, anyio.current_time())
 
 
@@ -131,8 +129,7 @@ def test_a_wait_ends_at_its_deadline_and_at_a_close() -> None:
             pass
         async with parked(queue, "two", wait=5):
             await anyio.sleep(1)
-            queue.usable = False
-            queue.waiters.wake_all()
+            queue.waiters.close()
         assert queue.got == {"one": (5,), "two": (6,)}
 
     run_virtual(scenario)

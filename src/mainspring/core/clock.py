@@ -14,6 +14,7 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,16 +76,11 @@ def boot_time() -> float:
 
 
 def boot_clock() -> Callable[[], float]:
-    """A ``boot_time`` that may be called from another thread.
-
-    A virtual clock is only readable on its event loop and stands still while real work is out, so there the answer is
-    the instant at which this function was called.
-    """
+    """A :func:`boot_time` that may be called from another thread, for the loop (and the run) it was made on."""
     clock = virtual_clock()
     if clock is None:
         return _real_boot_time
-    now = float(clock.current_time())
-    return lambda: now
+    return lambda: float(clock.current_time())
 
 
 def _real_boot_time() -> float:
@@ -175,6 +171,12 @@ def real_work() -> AbstractContextManager[None]:
 
 
 _NOTHING = nullcontext()
+
+
+def work_holder() -> Callable[[], AbstractContextManager[None]]:
+    """A :func:`real_work` for the loop (and the run) it was made on, which does not look for a virtual clock on each call."""
+    clock = virtual_clock()
+    return nullcontext if clock is None else partial(hold, clock)
 
 
 @contextmanager

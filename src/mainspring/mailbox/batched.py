@@ -1,29 +1,72 @@
-"""What is the same for backends that batch: their operations as commands, and how a claim waits, is undone, and ends.
+"""The middle layer of backends that batch: operations as commands, the batcher that joins them, and claims that wait.
 
-A call of the mailbox becomes a :class:`~mainspring.mailbox.batcher.Command`, and waits until a batch has taken it to the
-store and back. A command is data: the store's own code says how it is done there, for all commands of one kind at once.
+Commands. A call of the mailbox becomes a :class:`Command`, and waits until a batch has taken it to the store and back. A
+command is data: the store's own code says how it is done there, for all commands of one kind at once.
 
-A claim that finds nothing waits in a line (:class:`~mainspring.mailbox.waiting.Waiters`) and claims again when it is woken.
-If the caller of a claim is cancelled while it is out, or the mailbox is closed meanwhile, the claim has leased messages that no
-caller will see: they are put back, as the first thing of the next batch.
+The batcher. One runner takes everything that is queued and has it executed; what arrives while a batch is out gathers and
+leaves with the next one. Nothing ever waits for a batch to fill, so a lone command leaves at once. All the waiting of a batch
+hangs on one event: one wake-up for all its callers. Where commands come one by one, handing each to the runner and waiting
+for it would cost two turns of the event loop. There, if the store can go on with what was interrupted, the caller executes
+its own command, and the runner takes over only if the caller is cancelled. :class:`_State` has the states of what is out.
+
+Claims. A claim that finds nothing waits in a line (:class:`Waiters`) and claims again when it is woken. If the caller of a
+claim is cancelled while it is out, or the mailbox is closed meanwhile, the claim has leased messages that no caller will see:
+they are put back, as the first thing of the next batch.
+
+Cancelled, a caller leaves at once. Its command is withdrawn if it has not left yet. Otherwise it takes effect, and is undone
+if the backend says how. On a lost connection, each command that has not taken place gets an error of its own.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import anyio
 
+from mainspring.errors import MailboxClosedError, MailboxConnectionError, copied
 from mainspring.mailbox.backend import Backend
-from mainspring.mailbox.batcher import Command
+from mainspring.mailbox.limits import CLOSE_TIMEOUT, COURTESY
+from mainspring.runtime.cancellation import is_spurious_cancellation, native_cancels
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterable
+
     from mainspring.mailbox import message
-    from mainspring.mailbox.batcher import Batcher
     from mainspring.mailbox.message import Cancelled, Counts, Dead, Delivery, Envelope
-    from mainspring.mailbox.waiting import Waiters
+    from mainspring.runtime.interval import Periodic
+
+# ------------------------------------------------------------------------------------------------------------ commands
+
+
+@dataclass(eq=False, repr=False, slots=True)
+class Command:
+    """One operation on its way: the backend that executes it sets ``result`` or ``error``.
+
+    ``done``: it has taken place, though the batch is not over yet; what goes wrong with the rest of it is not its error.
+
+    ``first``: its caller goes on before the others of its batch, where the event loop keeps order. So slots
+    whose settlements were in the batch find the messages of its claim.
+
+    ``asks_only``: nothing is lost where it is not done.
+
+    ``joins``: another command is likely to follow in the same turn of the event loop, as a claim follows an acknowledgement.
+    So its caller does not execute it, and both travel together.
+
+    ``mailbox``: its number on a store that numbers its mailboxes; the backend sets it. ``forsaken``: its caller was cancelled.
+    """
+
+    first: ClassVar[bool] = False
+    asks_only: ClassVar[bool] = False
+    joins: ClassVar[bool] = False
+    result: Any = field(default=None, init=False)
+    error: Exception | None = field(default=None, init=False)
+    done: bool = field(default=False, init=False)
+    forsaken: bool = field(default=False, init=False)
+    mailbox: int = field(default=0, init=False)
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -68,6 +111,8 @@ class OfDelivery(Command):
 @dataclass(eq=False, repr=False, slots=True)
 class Acknowledge(OfDelivery):
     """The message is done."""
+
+    joins: ClassVar[bool] = True
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -171,6 +216,344 @@ class Drop(Command):
     """Forget the mailbox and everything in it."""
 
 
+# ------------------------------------------------------------------------------------------------------------- batcher
+
+C = TypeVar("C", bound=Command)
+
+
+@dataclass(eq=False, repr=False, slots=True)
+class _Batch(Generic[C]):
+    """Commands that travel together. ``done`` is set once each has its result or error; ``first`` just before it.
+
+    Each event is made by the first caller that waits for it.
+    """
+
+    commands: list[C] = field(default_factory=list)
+    done: anyio.Event | None = None
+    first: anyio.Event | None = None
+    forsaken: bool = False
+    """True if a caller of it was cancelled."""
+
+
+class _State(Enum):
+    """The state of what a batcher has out."""
+
+    IDLE = "nothing is out"
+    BY_CALLER = "a caller executes its own command"
+    BY_RUNNER = "the runner executes a batch"
+    INTERRUPTED = "who executed it was cancelled, and the runner has yet to go on with it"
+
+
+class Batcher(Generic[C]):
+    """Joins concurrent commands for one backend. :meth:`run` belongs in the scope of the mailbox.
+
+    :param execute: performs the commands and sets the result or error of each. What it raises becomes the error of every
+        command that has none and is not ``done``; it should raise only what leaves all of those without effect.
+    :param resume: goes on with an ``execute`` that was cancelled, from where it was. Without it, the runner executes all.
+    :param undo: called with a command that took place though its caller was cancelled while it was out; it may
+        :meth:`post` the command that takes the effect back.
+    :param name: whose commands these are, for messages.
+
+    A caller that is cancelled before its command left has caused nothing: the command is withdrawn. Afterwards the
+    command may take effect, and ``undo`` is told if it did.
+    """
+
+    def __init__(
+        self,
+        execute: Callable[[list[C]], Awaitable[None]],
+        *,
+        resume: Callable[[], Awaitable[None]] | None = None,
+        undo: Callable[[C], None] | None = None,
+        name: str = "mailbox",
+    ) -> None:
+        self._execute = execute
+        self._resume = resume
+        self._undo = undo
+        self._name = name
+        self._next: _Batch[C] = _Batch()
+        self._state = _State.IDLE
+        self._out: _Batch[C] | None = None
+        self._size = 0  # of the last batch
+        self._wake = anyio.Event()
+        self._ended = anyio.Event()
+        self._shield = anyio.CancelScope(shield=True)
+        self._callers = 0
+        self._closing = False
+        self.batches = 0  # each counts once, also where the runner goes on with it
+
+    def __repr__(self) -> str:
+        return f"<Batcher {self._name!r} queued={self.queued} in_flight={self.in_flight} callers={self._callers}>"
+
+    @property
+    def queued(self) -> int:
+        """How many commands wait for a batch."""
+        return len(self._next.commands)
+
+    @property
+    def in_flight(self) -> int:
+        """How many commands the batch has that is out."""
+        return 0 if self._out is None else len(self._out.commands)
+
+    async def call(self, command: C) -> Any:
+        """Have ``command`` executed with the next batch; its result, or raises its error.
+
+        Raises :class:`MailboxClosedError` when the batcher is closing.
+        """
+        if self._closing:
+            raise MailboxClosedError(f"{self._name} is closed")
+        batch = self._next
+        lone = self._size <= 1 and self._state is _State.IDLE and not batch.commands and not command.joins
+        if lone and self._resume is not None:
+            await self._execute_own(command)
+        else:
+            batch.commands.append(command)
+            if batch.done is None:
+                batch.done = anyio.Event()
+            over = batch.done
+            if command.first:
+                batch.first = over = batch.first or anyio.Event()
+            self._wake.set()
+            self._callers += 1
+            try:
+                await over.wait()
+            except BaseException:
+                if not batch.done.is_set():
+                    command.forsaken = batch.forsaken = True
+                elif self._undo is not None and command.error is None and not command.forsaken:
+                    self._undo(command)
+                raise
+            finally:
+                self._callers -= 1
+                if self._closing:
+                    self._wake.set()
+        if command.error is not None:
+            raise command.error
+        return command.result
+
+    async def _execute_own(self, command: C) -> None:
+        """Execute a lone command for its caller. If that is cancelled, the runner goes on with it."""
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        batch = _Batch([command])
+        self._state, self._out, self._size = _State.BY_CALLER, batch, 1
+        self._callers += 1
+        self.batches += 1
+        error: Exception | None = None
+        try:
+            await self._execute(batch.commands)
+        except Exception as failed:
+            error = failed
+        except BaseException:
+            command.forsaken = batch.forsaken = True
+            self._state = _State.INTERRUPTED
+            self._wake.set()
+            raise
+        finally:
+            self._callers -= 1
+        self._finish(batch, error)
+        if self._closing or self._next.commands:
+            self._wake.set()
+
+    def post(self, command: C) -> None:
+        """Queue a command without a caller, before all that is queued; allowed until the runner has ended."""
+        self._next.commands.insert(0, command)
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Execute batch after batch until :meth:`stop` or :meth:`close`.
+
+        The runner outlives a cancellation of the scope it is in: those who clean up under a shield still need it. Its end
+        is a close, which every mailbox reaches on its way out, and which has a deadline. It outlives one of asyncio's own as
+        well, of its task or of what ``execute`` waits for; the commands that were out then fail as with a lost connection.
+        """
+        cancels_of_task = native_cancels()
+        try:
+            with self._shield:
+                while not self._closing or self._callers or self._next.commands or self._out is not None:
+                    await self._step(cancels_of_task)
+        finally:
+            self._closing = True
+            if self._out is not None and self._state is not _State.BY_CALLER:
+                self._finish(self._out, MailboxClosedError(f"{self._name} was closed while the operation was out"))
+            self._finish(self._next, MailboxClosedError(f"{self._name} was closed before the operation began"))
+            self._ended.set()
+
+    async def close(self) -> None:
+        """Take nothing new, finish what is queued and out, end the runner; where this is cancelled, end it at once."""
+        self.stop()
+        try:
+            await self._ended.wait()
+        finally:
+            self._shield.cancel()
+
+    def stop(self) -> None:
+        """Begin to close: what is queued and out still has :data:`CLOSE_TIMEOUT` seconds to finish.
+
+        Where none of it is owed to a caller it has :data:`COURTESY` seconds: a server that does not answer keeps no idle
+        process from ending.
+        """
+        if not self._closing:
+            self._closing = True
+            left = [*self._next.commands, *(() if self._out is None else self._out.commands)]
+            owed = any(not (command.forsaken or command.asks_only) for command in left)
+            self._shield.deadline = anyio.current_time() + (CLOSE_TIMEOUT if owed else COURTESY)
+        self._wake.set()
+
+    async def _step(self, cancels_of_task: Callable[[], int]) -> None:
+        """Execute what is due, or wait to be woken. A cancellation of asyncio's own ends the step, and not the runner."""
+        error: Exception | None = None
+        try:
+            if self._state is _State.INTERRUPTED and self._resume is not None:
+                self._state = _State.BY_RUNNER
+                await self._resume()
+            elif self._state is _State.IDLE and self._next.commands:
+                # Callers that the same turn of the event loop set going come along; a lone command leaves after one turn.
+                joined = int(self._callers == 1)  # no other caller could come along
+                while joined < (joined := len(self._next.commands)):
+                    await anyio.lowlevel.checkpoint()
+                batch, self._next = self._next, _Batch()
+                if batch.forsaken:
+                    batch.commands = [command for command in batch.commands if not command.forsaken]
+                self._state, self._out, self._size = _State.BY_RUNNER, batch, len(batch.commands)
+                if batch.commands:
+                    self.batches += 1
+                    await self._execute(batch.commands)
+            else:
+                self._wake = anyio.Event()
+                await self._wake.wait()
+        except anyio.get_cancelled_exc_class():
+            this_task = cancels_of_task() > 0  # else it is something that `execute` waits for
+            if not await is_spurious_cancellation():
+                raise
+            if self._state is _State.BY_RUNNER and this_task and self._resume is not None:
+                self._state = _State.INTERRUPTED
+            error = MailboxConnectionError(f"{self._name}: a spurious cancellation ended the call")
+        except Exception as failed:
+            error = failed
+        if self._state is _State.BY_RUNNER and self._out is not None:
+            self._finish(self._out, error)
+
+    def _finish(self, batch: _Batch[C], error: Exception | None) -> None:
+        """Take back what was done for callers that are gone, and let the others go on. ``error`` is for what is not done."""
+        self._state, self._out = _State.IDLE, None
+        if error is not None:
+            _refuse(batch.commands, error)
+        if batch.forsaken and self._undo is not None:
+            for command in batch.commands:
+                if command.forsaken and command.error is None:
+                    self._undo(command)
+        if batch.first is not None:
+            batch.first.set()
+        if batch.done is not None:
+            batch.done.set()
+
+
+def _refuse(commands: Iterable[Command], error: Exception) -> None:
+    """Give each command without a result its own copy."""
+    for command in commands:
+        if command.error is None and not command.done:
+            command.error = copied(error)
+
+
+# ------------------------------------------------------------------------------------------------- claims that wait
+
+
+class Waiters:
+    """The claims of one mailbox object that wait: in a line, each on its event.
+
+    A claim that finds nothing parks in it, and what brings messages wakes a claim for each. ``closed`` ends all waiting.
+
+    ``signals`` is raised whenever there may be more to claim, also by threads; a claim takes it down before it looks, and
+    hands it to :meth:`wait`. What raises it looks at ``parked`` afterwards, and a claim parks before it looks at
+    ``signals``: so one of the two sees the other, and no message is missed between.
+    """
+
+    __slots__ = ("_failed", "_line", "closed", "signals")
+
+    def __init__(self) -> None:
+        self.signals = 0
+        self.closed = False
+        self._line: deque[anyio.Event] = deque()
+        self._failed: dict[anyio.Event, Exception] = {}
+
+    @property
+    def parked(self) -> int:
+        """How many wait to be woken; may be read from any thread."""
+        return len(self._line)
+
+    async def first(self, look: Callable[[], Awaitable[list[Delivery]]], deadline: float) -> list[Delivery]:
+        """What ``look`` finds, now or when woken until ``deadline``; nothing once the line is closed.
+
+        A claim that was woken and cannot look, as it is cancelled, passes its turn on.
+        """
+        seen = self.signals
+        found = await look()
+        while not found and not self.closed:
+            await self.wait(seen, deadline)
+            if self.closed or (self.signals == seen and anyio.current_time() >= deadline):
+                break  # nothing has come; one to whom another's turn was passed looks, and waits on
+            seen = self.signals
+            try:
+                found = await look()
+            except BaseException:
+                self.forsake()
+                raise
+        return found
+
+    async def wait(self, seen: int, deadline: float) -> None:
+        """Wait to be woken, at most until ``deadline`` (anyio's clock); not at all where ``signals`` is not ``seen`` any more.
+
+        Cancelled once it was woken, it passes its turn on. Raises the error of :meth:`fail_all`.
+        """
+        event = anyio.Event()
+        self._line.append(event)
+        try:
+            if self.signals == seen:
+                with anyio.CancelScope(deadline=deadline):
+                    await event.wait()
+        except BaseException:
+            if event.is_set() and self._failed.pop(event, None) is None:
+                self.forsake()
+            raise
+        finally:
+            if not event.is_set():
+                self._line.remove(event)
+        if self._failed and (error := self._failed.pop(event, None)) is not None:
+            raise error
+
+    def forsake(self) -> None:
+        """A claim whose turn it was cannot take it: the next one shall."""
+        self.wake(1)
+
+    def signal(self, count: int) -> None:
+        """Note that ``count`` messages may be claimed, and wake as many claims. Call it on the event loop only."""
+        self.signals += 1
+        self.wake(count)
+
+    def wake(self, count: int) -> None:
+        """Let the ``count`` claims that have waited longest look again."""
+        for _ in range(min(count, len(self._line))):
+            self._line.popleft().set()
+
+    def wake_all(self) -> None:
+        """Let all look again."""
+        self.wake(len(self._line))
+
+    def close(self) -> None:
+        """Let all that wait end, and let no claim wait from now on."""
+        self.closed = True
+        self.wake_all()
+
+    def fail_all(self, error: Exception) -> None:
+        """Raise ``error`` in all that are parked. Claims that were woken or have a message are not: they go on."""
+        while self._line:
+            event = self._line.popleft()
+            self._failed[event] = copied(error)
+            event.set()
+
+
+# ------------------------------------------------------------------------------------------------------------ backends
+
+
 class CommandBackend(Backend):
     """A backend whose operations are commands for a batcher, which its ``open`` makes."""
 
@@ -220,31 +603,36 @@ class CommandBackend(Backend):
 
 
 class BatchedBackend(CommandBackend):
-    """A command backend whose claims wait in a line, which its ``open`` makes, and are woken by the process itself."""
+    """A command backend whose claims wait in a line and are woken by the process itself.
 
-    _waiters: Waiters
+    Its ``open`` makes the line, and the sweep timer: that calls for what is due, on behalf of the claims that wait.
+    """
+
+    _sweeper: Periodic
+    _now: Callable[[], float]
 
     def __init__(self, name: str, capacity: int | None) -> None:
         super().__init__(name, capacity)
-        self._is_closing = True
+        self.waiters = Waiters()
+        self.waiters.close()  # until it is opened
 
     def stop_claims(self) -> None:
-        if not self._is_closing:
-            self._is_closing = True
-            self._waiters.wake_all()
+        self.waiters.close()
+
+    def sweep_in(self, seconds: float) -> None:
+        """Let the sweep timer go off in ``seconds`` at the latest: something may be due then."""
+        self._sweeper.wake_by(self._now() + seconds)
 
     async def claim(self, max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> list[Delivery]:
         if not wait_time_seconds:
             return await self._claim_once(max_messages, visibility_timeout, waits=False)
         claim = partial(self._claim_once, max_messages, visibility_timeout, waits=True)
-        return await self._waiters.first(
-            claim, anyio.current_time() + wait_time_seconds, usable=lambda: not self._is_closing
-        )
+        return await self.waiters.first(claim, anyio.current_time() + wait_time_seconds)
 
     async def _claim_once(self, limit: int, visibility: float, *, waits: bool) -> list[Delivery]:
         command = Claim(limit, visibility, waits)
         found: list[Delivery] = await self._call(command)
-        if found and self._is_closing:  # closed meanwhile
+        if found and self.waiters.closed:  # meanwhile
             self._undo(command)
             return []
         return found

@@ -174,6 +174,13 @@ def check_column(what: str, size: int) -> None:
     check_size(what, size, LONGEST, "a mailbox in a SQL database takes")
 
 
+def check_row(what: str, envelope: Envelope) -> None:
+    """The same for a message or a reply."""
+    size = size_of(envelope) if envelope.headers else len(envelope.body)
+    if size > LONGEST:
+        check_column(what, size)
+
+
 def size_of(envelope: Envelope) -> int:
     """The bytes of a message, as far as users can make them many."""
     size = len(envelope.body)

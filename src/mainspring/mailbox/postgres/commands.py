@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from psycopg import AsyncConnection
 
-    from mainspring.mailbox.batcher import Command
+    from mainspring.mailbox.batched import Command
     from mainspring.mailbox.message import Ack, Dead, Envelope
     from mainspring.mailbox.postgres.pool import Watermark
 

@@ -10,7 +10,7 @@ import psycopg
 
 from mainspring.core.clock import loop_clock
 from mainspring.errors import MailboxConnectionError
-from mainspring.mailbox.batcher import Batcher
+from mainspring.mailbox.batched import Batcher
 from mainspring.mailbox.postgres.commands import LOCK_WAIT, Send
 from mainspring.mailbox.postgres.connection import BlockedError, refusal
 from mainspring.mailbox.postgres.values import stored_key

@@ -15,10 +15,9 @@ from mainspring.core.clock import loop_clock
 from mainspring.errors import InvalidParameterError, MainspringError
 from mainspring.mailbox import batched
 from mainspring.mailbox.backend import TRANSIENT, Capabilities, MailboxStatistics
-from mainspring.mailbox.batched import AcknowledgeMany, BatchedBackend
-from mainspring.mailbox.batcher import Batcher, Command
+from mainspring.mailbox.batched import AcknowledgeMany, BatchedBackend, Batcher, Command, Waiters
 from mainspring.mailbox.codec import headers_of
-from mainspring.mailbox.limits import SILENCE, check_column, full, is_name, size_of
+from mainspring.mailbox.limits import SILENCE, check_column, check_row, full, is_name
 from mainspring.mailbox.mailbox import Mailbox
 from mainspring.mailbox.message import ACK, Ack, Cancelled, CancelOutcome, Dead, Nack
 from mainspring.mailbox.postgres import schema as schemas
@@ -53,7 +52,6 @@ from mainspring.mailbox.postgres.transactions import (
 from mainspring.mailbox.postgres.values import UNREADABLE, Shorts, Texts, array, dead_row, portions
 from mainspring.mailbox.settings import reads_query
 from mainspring.mailbox.sync import ThreadConnection
-from mainspring.mailbox.waiting import Waiters
 from mainspring.runtime.interval import Periodic
 
 if TYPE_CHECKING:
@@ -212,7 +210,7 @@ class PostgresBackend(BatchedBackend):
     @property
     def transactions(self) -> int:
         """See :attr:`PostgresMailbox.transactions`."""
-        return 0 if self._is_closing else self._pool.connections.batches
+        return 0 if self.waiters.closed else self._pool.connections.batches
 
     async def migrate_schema(self, dry_run: bool) -> tuple[int, int]:
         """See :meth:`PostgresMailbox.migrate_schema`."""
@@ -241,11 +239,10 @@ class PostgresBackend(BatchedBackend):
         self._ranks = {0}  # it may have been dropped since it was open last
         self._now = loop_clock()
         self._watermark = shared.watermark(self._number)
-        self._waiters = Waiters()
-        self._poller = Periodic(self._poll)
+        self.waiters = Waiters()
+        self._sweeper = Periodic(self._poll)
         self._quick_polls: list[float] = []
         self._reconnects = shared.connections.reconnects
-        self._is_closing = False
         shared.add_mailbox(self.name, self._number, self)
         self._start(scope, f"mailbox {self.name!r}")
 
@@ -257,7 +254,7 @@ class PostgresBackend(BatchedBackend):
         self._dedup = DedupSends(self._transact, shared.connections.timeout, name)
         self._batchers: tuple[Batcher[Any], ...] = (*self._dedup.batchers, self._sends, self._batcher)
         scope.start_soon(shared.host, name=f"{name} notifications")
-        scope.start_soon(self._poller.run, name=f"{name} due times")
+        scope.start_soon(self._sweeper.run, name=f"{name} due times")
         for batcher in self._batchers:
             scope.start_soon(batcher.run, name=f"{name} batches", stop=batcher.stop)
 
@@ -280,7 +277,7 @@ class PostgresBackend(BatchedBackend):
     def statistics(self) -> MailboxStatistics:
         shared = self._pool
         return MailboxStatistics(
-            waiting_receives=self._waiters.parked,
+            waiting_receives=self.waiters.parked,
             queued=self._turns.statistics().tasks_waiting + sum(batcher.queued for batcher in self._batchers),
             in_flight=WITHIN_CAPACITY - self._turns.value + sum(batcher.in_flight for batcher in self._batchers),
             batches=sum(batcher.batches for batcher in self._batchers),
@@ -344,10 +341,10 @@ class PostgresBackend(BatchedBackend):
             if count > 0:
                 shared.wake(number, count)
         if batch.due_in is not None:
-            shared.poll_in(self._number, batch.due_in)
+            shared.sweep_in(self._number, batch.due_in)
         if batch.newly_listening:
             self._quick_polls = list(QUICK_POLLS)
-            self.poll_in(self._quick_polls.pop(0))
+            self.sweep_in(self._quick_polls.pop(0))
 
     @property
     def _poll_interval(self) -> float:
@@ -358,28 +355,21 @@ class PostgresBackend(BatchedBackend):
 
     async def _poll(self, overslept: float) -> float:
         """Ask, for the receives that wait, what has come and what is due."""
-        if not self._waiters.parked:
+        if not self.waiters.parked:
             return math.inf
         again = self._quick_polls.pop(0) if self._quick_polls else self._poll_interval
         try:
             pending, due_in = await self._batcher.call(Poll())
         except MainspringError:  # the receives themselves will hear of it
-            self.wake_claims(self._waiters.parked)
+            self.waiters.signal(self.waiters.parked)
             return self._now() + again
         if pending:
-            self.wake_claims(pending)
+            self.waiters.signal(pending)
         return self._now() + (again if due_in is None else min(again, max(due_in, 0.0)))
 
-    def wake_claims(self, count: int) -> None:
-        self._waiters.signals += 1
-        self._waiters.wake(count)
-
     def fail_claims(self, error: MailboxConnectionError) -> None:
-        self._waiters.fail_all(error)
+        self.waiters.fail_all(error)
         self.notifications.silence.publish(error)
-
-    def poll_in(self, seconds: float) -> None:
-        self._poller.wake_by(self._now() + seconds)
 
     # -------------------------------------------------------------------------------------------------------- sending
 
@@ -401,7 +391,7 @@ class PostgresBackend(BatchedBackend):
     async def _ready_for(self, envelopes: list[Envelope]) -> None:
         new = set()
         for envelope in envelopes:
-            check_column("a message", size_of(envelope))
+            check_row("a message", envelope)
             if -envelope.priority not in self._ranks:
                 new.add(-envelope.priority)
         if new:
@@ -432,7 +422,7 @@ class PostgresBackend(BatchedBackend):
     async def _claim_once(self, limit: int, visibility: float, *, waits: bool) -> list[Delivery]:
         found = await super()._claim_once(limit, visibility, waits=waits)
         if waits and not found:  # not before: a poll that comes before the receive waits would be the last one
-            self.poll_in(self._poll_interval)
+            self.sweep_in(self._poll_interval)
         return found
 
     # ------------------------------------------------------------------------------------------------------- settling
@@ -500,7 +490,7 @@ class PostgresBackend(BatchedBackend):
         reply = settlement.reply
         if reply is None:
             return settlement, None
-        check_column("a reply", size_of(reply))
+        check_row("a reply", reply)
         name = reply.reply_to or ""
         target = await self._pool.number(name, make=not name.startswith(TRANSIENT))
         return replace(settlement, reply=replace(reply, reply_to=None)), target

@@ -22,6 +22,7 @@ from mainspring.runtime.retry import Retries
 
 if TYPE_CHECKING:
     from mainspring.mailbox.backend import Notifications
+    from mainspring.mailbox.batched import Waiters
 
 RESET_AFTER = 1.0
 """Seconds after which a claim starts from the very front again. A message that a long transaction or another process puts
@@ -95,11 +96,9 @@ class OpenMailbox(Protocol):
     """What a shared pool has of each of its open mailboxes."""
 
     notifications: Notifications
+    waiters: Waiters
 
-    def wake_claims(self, count: int) -> None:
-        """Messages became pending, ``count`` of them."""
-
-    def poll_in(self, seconds: float) -> None:
+    def sweep_in(self, seconds: float) -> None:
         """Let waiting receives ask the store in ``seconds``, when something may be due."""
 
     def fail_claims(self, error: MailboxConnectionError) -> None:
@@ -204,12 +203,12 @@ class SharedPool:
     def wake(self, number: int, count: int) -> None:
         """Wake waiting receives, as ``count`` messages became pending in that mailbox."""
         for mailbox in self._mailboxes.get(number, ()):
-            mailbox.wake_claims(count)
+            mailbox.waiters.signal(count)
 
-    def poll_in(self, number: int, seconds: float) -> None:
+    def sweep_in(self, number: int, seconds: float) -> None:
         """Something will be due in that mailbox."""
         for mailbox in self._mailboxes.get(number, ()):
-            mailbox.poll_in(seconds)
+            mailbox.sweep_in(seconds)
 
     def announce(self, number: int, message_ids: list[str]) -> None:
         """Messages of that mailbox were cancelled."""
@@ -317,7 +316,7 @@ class SharedPool:
             self.announce(int(number), [message_id])
         elif kind.isdigit():
             if kind == "0":  # a message was sent with a delay
-                self.poll_in(int(number), 0.0)
+                self.sweep_in(int(number), 0.0)
             else:
                 self.wake(int(number), int(kind))
 
@@ -328,7 +327,7 @@ class SharedPool:
 
     def _poll_all(self) -> None:
         for number in self._mailboxes:
-            self.poll_in(number, 0.0)
+            self.sweep_in(number, 0.0)
 
 
 async def _process_of(connection: psycopg.AsyncConnection[Any]) -> int:

@@ -41,7 +41,7 @@ from mainspring.runtime.interval import Periodic
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
 
-    from mainspring.mailbox.batcher import Command
+    from mainspring.mailbox.batched import Command
     from mainspring.mailbox.message import Envelope
     from mainspring.mailbox.redis.connection import Channel
     from mainspring.mailbox.redis.settings import Server

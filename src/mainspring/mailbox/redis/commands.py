@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from mainspring.errors import MailboxConnectionError, ReceiptHandleExpiredError, SerializationError
 from mainspring.mailbox import batched
-from mainspring.mailbox.batched import AcknowledgeMany
-from mainspring.mailbox.batcher import Command
+from mainspring.mailbox.batched import AcknowledgeMany, Command
 from mainspring.mailbox.limits import check_size, full
 from mainspring.mailbox.message import EXPIRED, UNKNOWN, Cancelled, CancelOutcome, Counts, Dead, Delivery
 

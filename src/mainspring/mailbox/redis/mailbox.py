@@ -28,7 +28,7 @@ from mainspring.mailbox.settings import name_at, reads_query
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from mainspring.mailbox.batcher import Command
+    from mainspring.mailbox.batched import Command
     from mainspring.mailbox.message import Delivery, Envelope, Settlement
     from mainspring.mailbox.redis.client import Client, OtherNodes
     from mainspring.runtime.scope import DaemonScope

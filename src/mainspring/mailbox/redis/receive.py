@@ -35,8 +35,7 @@ from mainspring.errors import (
     ReceiptHandleExpiredError,
     copied,
 )
-from mainspring.mailbox.batched import DeadLetter, Open, Unclaim
-from mainspring.mailbox.batcher import Batcher
+from mainspring.mailbox.batched import Batcher, DeadLetter, Open, Unclaim
 from mainspring.mailbox.redis.client import Batches
 from mainspring.mailbox.redis.commands import (
     MICRO,
@@ -62,7 +61,7 @@ if TYPE_CHECKING:
 
     from anyio.abc import TaskStatus
 
-    from mainspring.mailbox.batcher import Command
+    from mainspring.mailbox.batched import Command
     from mainspring.mailbox.message import Delivery
     from mainspring.mailbox.redis.client import Client
     from mainspring.mailbox.redis.connection import Channel

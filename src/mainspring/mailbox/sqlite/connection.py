@@ -18,7 +18,7 @@ from mainspring.mailbox.sqlite.store import perform
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from mainspring.mailbox.batcher import Command
+    from mainspring.mailbox.batched import Command
     from mainspring.mailbox.sqlite.unit_of_work import UnitOfWork
 
 OLDEST_SQLITE = (3, 51, 3)

@@ -17,8 +17,8 @@ from mainspring.core.process import event_loop
 from mainspring.errors import ConfigError, MainspringError, ReceiptHandleExpiredError
 from mainspring.mailbox import batched as do
 from mainspring.mailbox.backend import TRANSIENT, TRANSIENT_LIFE, Capabilities, MailboxStatistics
-from mainspring.mailbox.batcher import Batcher, Command
-from mainspring.mailbox.limits import check_column, size_of
+from mainspring.mailbox.batched import Batcher, Command
+from mainspring.mailbox.limits import check_column, check_row
 from mainspring.mailbox.mailbox import Mailbox
 from mainspring.mailbox.message import Dead, Nack
 from mainspring.mailbox.settings import NUMBER, Capacity, Options, name_at, with_query
@@ -122,7 +122,7 @@ class SQLiteBackend(do.BatchedBackend):
     """A queue in the file at ``path``."""
 
     capabilities = Capabilities(durable=True, cross_process=True, ordered=True, queue_age=True)
-    _waiters: Waiters
+    waiters: Waiters
 
     def __init__(self, path: str, options: SQLiteOptions) -> None:
         super().__init__(options.name, options.capacity)
@@ -162,9 +162,13 @@ class SQLiteBackend(do.BatchedBackend):
         self._writer = writer
         self._real = clock.virtual_clock() is None
         self._loop = event_loop()
+        self._boot = clock.boot_clock()
         self._wall = clock.wall_clock()
         self._now = clock.loop_clock()
-        self._batcher = Batcher(self._execute, undo=self._undo, name=f"mailbox {self.name!r}")
+        self._real_work = clock.work_holder()
+        self._batcher = Batcher(
+            self._execute, resume=self._until_executed, undo=self._undo, name=f"mailbox {self.name!r}"
+        )
         try:
             opening = do.Open(self.name)
             await self._execute([opening])
@@ -174,19 +178,18 @@ class SQLiteBackend(do.BatchedBackend):
             await self._release()
             raise
         self._number = opening.result
-        self._kept_at = self._now()
+        self._keep_at = self._now() + TRANSIENT_LIFE / 24 if self.name.startswith(TRANSIENT) else math.inf
         self._sweeper = Periodic(self._sweep)
-        self._is_closing = False
-        self._waiters = Waiters(self._number, self._due_in, self.notifications.cancelled.publish)
+        self.waiters = Waiters(self._number, self.sweep_in, self.notifications.cancelled.publish)
         self.notifications.cancelled.on_demand = self._hear_cancelled
-        writer.add_waiters(self._waiters)
+        writer.add_waiters(self.waiters)
         scope.start_soon(self._sweeper.run, name=f"mailbox {self.name} due times")
         scope.start_soon(self._batcher.run, name=f"mailbox {self.name} batches", stop=self._batcher.stop)
 
     def statistics(self) -> MailboxStatistics:
         batcher = self._batcher
         return MailboxStatistics(
-            waiting_receives=self._waiters.parked,
+            waiting_receives=self.waiters.parked,
             queued=batcher.queued,
             in_flight=batcher.in_flight,
             batches=batcher.batches,
@@ -198,7 +201,7 @@ class SQLiteBackend(do.BatchedBackend):
             await self._batcher.close()
         finally:
             if self._writer is not None:
-                self._writer.remove_waiters(self._waiters)
+                self._writer.remove_waiters(self.waiters)
             await self._release()
 
     async def _release(self) -> None:
@@ -207,57 +210,54 @@ class SQLiteBackend(do.BatchedBackend):
         if writer is None:
             return
         released = anyio.Event()
-        writer.release(Job((), clock.boot_clock(), 0.0, self._loop, released.set))
-        with clock.real_work():
+        writer.release(Job((), self._boot, 0.0, self._loop, released.set))
+        with self._real_work():
             await released.wait()
 
     async def _execute(self, commands: list[Command]) -> None:
         """Have commands executed by the writer thread."""
         assert self._writer is not None
-        done = anyio.Event()
-        leased_at = self._now()
-        self._writer.submit(Job(commands, clock.boot_clock(), self._wall(), self._loop, done.set, self._real))
-        with clock.real_work():
-            await done.wait()
-        for command in commands:
+        self._executed = anyio.Event()
+        self._submitted = commands
+        self._submitted_at = self._now()
+        self._writer.submit(Job(commands, self._boot, self._wall(), self._loop, self._executed.set, self._real))
+        await self._until_executed()
+
+    async def _until_executed(self) -> None:
+        """Wait for the writer thread. Where that is cancelled, the batcher calls this anew."""
+        with self._real_work():
+            await self._executed.wait()
+        for command in self._submitted:
             if type(command) is do.Claim and command.result:
                 for delivery in command.result:
-                    delivery.leased_at = leased_at
+                    delivery.leased_at = self._submitted_at
 
     async def _sweep(self, overslept: float) -> float:
         """Let what is due by now be done, for the receives that wait for it."""
-        self._waiters.announced = math.inf
-        if self._waiters.parked:
+        self.waiters.announced = math.inf
+        if self.waiters.parked:
             try:
                 await self._call(do.Sweep())
             except MainspringError:  # the receives themselves will hear of it
                 return self._now() + LOOK_AGAIN
         return math.inf
 
-    def _due_in(self, seconds: float) -> None:
-        self._sweeper.wake_by(self._now() + seconds)
-
     # ----------------------------------------------------------------------------------------------------- messages
 
     async def send(self, envelopes: list[Envelope]) -> list[str]:
         for envelope in envelopes:
-            check_column("a message", size_of(envelope))
+            check_row("a message", envelope)
         ids: list[str] = await self._call(do.Send(envelopes, self._capacity))
         return ids
 
-    async def claim(self, max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> list[Delivery]:
-        if self.name.startswith(TRANSIENT) and self._now() - self._kept_at >= TRANSIENT_LIFE / 24:
-            await self._keep()
-        return await super().claim(max_messages, visibility_timeout, wait_time_seconds)
-
     async def _keep(self) -> None:
         """Say that this transient mailbox is in use; one that was forgotten meanwhile (the machine slept) is made anew."""
-        self._kept_at = self._now()
+        self._keep_at = self._now() + TRANSIENT_LIFE / 24
         self._number = await self._batcher.call(do.Open(self.name))
-        if self._writer is not None and self._number != self._waiters.mailbox:
-            self._writer.remove_waiters(self._waiters)
-            self._waiters.mailbox = self._number
-            self._writer.add_waiters(self._waiters)
+        if self._writer is not None and self._number != self.waiters.mailbox:
+            self._writer.remove_waiters(self.waiters)
+            self.waiters.mailbox = self._number
+            self._writer.add_waiters(self.waiters)
 
     async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
         command: Command
@@ -268,7 +268,7 @@ class SQLiteBackend(do.BatchedBackend):
         elif settlement.reply is None:
             command = do.Acknowledge(delivery)
         else:
-            check_column("a reply", size_of(settlement.reply))
+            check_row("a reply", settlement.reply)
             command = do.Reply(delivery, settlement)
         await self._call(command)
 
@@ -277,14 +277,20 @@ class SQLiteBackend(do.BatchedBackend):
         await super().checkpoint(delivery, state)
 
     async def _call(self, command: Command) -> Any:
+        if self._now() >= self._keep_at:
+            await self._keep()
         command.mailbox = self._number
         if isinstance(command, do.OfDelivery):
-            _check_handle(command.delivery)
+            handle = command.delivery.receipt_handle
+            if not (
+                handle.isascii() and handle.isdigit() and len(handle) <= MOST_DIGITS
+            ):  # no SQLite mailbox gave it out
+                raise ReceiptHandleExpiredError(f"message {command.delivery.message_id}: {handle!r} is no lease of it")
         return await self._batcher.call(command)
 
     def _hear_cancelled(self, wanted: bool) -> None:
-        if self._writer is not None and self._real and not (self._is_closing and wanted):
-            self._writer.listen(self._waiters, wanted)
+        if self._writer is not None and self._real and not (self.waiters.closed and wanted):
+            self._writer.listen(self.waiters, wanted)
 
     def sibling(self, name: str) -> SQLiteBackend:
         return SQLiteBackend(self.path, self._options.model_copy(update={"name": name, "capacity": None}))
@@ -292,13 +298,6 @@ class SQLiteBackend(do.BatchedBackend):
 
 MOST_DIGITS = 18
 """Digits of a number that SQLite surely has room for."""
-
-
-def _check_handle(delivery: Delivery) -> None:
-    """A handle that no SQLite mailbox gave out holds no lease."""
-    handle = delivery.receipt_handle
-    if not (handle.isascii() and handle.isdigit() and len(handle) <= MOST_DIGITS):
-        raise ReceiptHandleExpiredError(f"message {delivery.message_id}: {handle!r} is no lease of it")
 
 
 def _writable(dead: Dead) -> Dead:

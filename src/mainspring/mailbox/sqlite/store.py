@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from apsw import Connection
 
-    from mainspring.mailbox.batcher import Command
+    from mainspring.mailbox.batched import Command
     from mainspring.mailbox.message import Envelope
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import threading
+from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
@@ -12,8 +13,8 @@ from typing import TYPE_CHECKING
 from mainspring.core import clock, process
 from mainspring.core.process import event_loop
 from mainspring.errors import ConfigError, MailboxConnectionError
-from mainspring.mailbox import waiting
-from mainspring.mailbox.batcher import Command
+from mainspring.mailbox import batched
+from mainspring.mailbox.batched import Command
 from mainspring.mailbox.sqlite.connection import DatabaseFile
 from mainspring.mailbox.sqlite.notifier import Notifier, note_of, read_note
 from mainspring.mailbox.sqlite.store import look
@@ -30,7 +31,7 @@ class Look(Command):
     __slots__ = ()
 
 
-class Waiters(waiting.Waiters):
+class Waiters(batched.Waiters):
     """The receives of one mailbox object that wait, as the store's threads see them.
 
     ``signals`` is raised by those threads; ``cancelled`` is called with the ids of messages that were cancelled, also while
@@ -56,29 +57,19 @@ SOONEST = 1e-6
 """The shortest time, in seconds, that is waited for something due: rounding must not make it nothing."""
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Job:
     """Commands that one mailbox hands over. ``done`` is called on its event loop when they have their results.
 
     ``real`` is False under a virtual clock: no other process shares its time, so none is listened for.
     """
 
-    __slots__ = ("boot", "commands", "done", "loop", "real", "wall")
-
-    def __init__(
-        self,
-        commands: Sequence[Command],
-        boot: Callable[[], float],
-        wall: float,
-        loop: object | None = None,
-        done: Callable[[], object] | None = None,
-        real: bool = True,
-    ) -> None:
-        self.commands = commands
-        self.boot = boot
-        self.wall = wall
-        self.loop = loop
-        self.done = done
-        self.real = real
+    commands: Sequence[Command]
+    boot: Callable[[], float]
+    wall: float
+    loop: object | None = None
+    done: Callable[[], object] | None = None
+    real: bool = True
 
     def finish(self) -> None:
         """Tell the one who waits."""
