@@ -4,7 +4,7 @@ A run (``run``) is described by a ``Simulation`` and takes place in a ``World``.
 
 - ``faults`` draws the plan of a run from its seed: at which instant which worker crashes, freezes or loses its connection.
 - ``workload`` holds the clients. It also inspects the group under test: the type of its bodies, its leases, its limits.
-- ``store`` is the server: an in-memory mailbox, and one ``StoreConnection`` per process, where calls are delayed, fail, or
+- ``store`` is the server: an in-memory mailbox, and one ``SimulatedBackend`` per process, where calls are delayed, fail, or
   lose their answers.
 - ``process`` is one process of a worker: it builds the user's group on a mailbox of its own and runs it. A process is
   running, frozen (its tasks are held and continue later), or gone (its tasks never run again).

@@ -226,16 +226,16 @@ class Ledger:
             if account.state in (MessageState.QUEUED, MessageState.LEASED):
                 account.state = MessageState.SETTLED
 
-    def replayed(self, before: set[str], after: set[str]) -> None:
-        """Record a replay, given the ids of the dead letters before and after it."""
-        for message_id in before - after:
+    def replayed(self, message_ids: Iterable[str]) -> None:
+        """Record a replay of dead letters."""
+        for message_id in message_ids:
             account = self.accounts[message_id]
             account.state, account.charged, account.crashes = MessageState.QUEUED, 0, 0
             account.ready_at = self._now()
 
-    def discarded(self, before: set[str], after: set[str]) -> None:
-        """Record a purge of dead letters, given their ids before and after it."""
-        for message_id in before - after:
+    def discarded(self, message_ids: Iterable[str]) -> None:
+        """Record a purge of dead letters."""
+        for message_id in message_ids:
             self.accounts[message_id].state = MessageState.SETTLED
 
     def _holds(self, account: Account, delivery: Delivery, margin: float) -> bool:

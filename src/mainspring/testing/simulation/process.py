@@ -13,7 +13,7 @@ from mainspring import events
 from mainspring.core import clock, random
 from mainspring.mailbox.mailbox import Mailbox
 from mainspring.testing.simulation.faults import generator
-from mainspring.testing.simulation.store import SimulatedBackend, StoreConnection
+from mainspring.testing.simulation.store import SimulatedBackend
 from mainspring.worker.main_loop import MainLoop
 
 if TYPE_CHECKING:
@@ -60,8 +60,8 @@ class Process:
         self.wall = clock.WallSkew()
         self.stubborn_until = -math.inf
         rng = generator(world.seed, self.lane)
-        self.connection = StoreConnection(world.store, self.lane, rng, world.log, world.faults.slow_call)
-        self.mailbox = Mailbox(SimulatedBackend(world.name, self.connection))
+        self.connection = SimulatedBackend(world.name, world.store, self.lane, rng, world.faults.slow_call)
+        self.mailbox = Mailbox(self.connection)
         self.group: LoopGroup | None = None
         self._randomness = rng.getrandbits(64)
 

@@ -257,7 +257,8 @@ class _Run:
         virtual = VirtualClock()
         guards = self.guards = Guards(self._stop, lambda: (virtual.now, self._work()), simulation.patience)
         with guards():
-            mailbox = Mailbox(SimulatedBackend("jobs", None))  # type: ignore[arg-type]  # never called
+            nothing: Any = None  # as this mailbox is never called
+            mailbox = Mailbox(SimulatedBackend("jobs", nothing, "", nothing))
             group = self._build(mailbox)
             under_test = GroupUnderTest(group, mailbox, simulation.body, sends=simulation.send is not None)
             planned: Sequence[PlannedFault] = plan(

@@ -1,12 +1,12 @@
 """The store of a run, and how a simulated process reaches it.
 
-The store is one in-memory mailbox. Its calls take effect at once; delays and failures happen in ``StoreConnection``. A claim
+The store is one in-memory mailbox. Its calls take effect at once; delays and failures happen in ``SimulatedBackend``. A claim
 that waits is served by a ``ClaimSession``, a task of the store, so that a frozen or dead client cannot block other clients.
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from dataclasses import fields
 from functools import partial
@@ -21,7 +21,7 @@ from mainspring.mailbox.limits import CLOSE_TIMEOUT
 from mainspring.mailbox.message import ACK, Delivery
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterator
     from random import Random
 
     from mainspring.mailbox.codec import Codec
@@ -37,17 +37,18 @@ _VALUES = attrgetter(*(part.name for part in fields(Delivery)))
 class SimulatedStore:
     """The store that all processes of a run share. It reports each change to the ledger."""
 
-    def __init__(self, backend: Backend, codec: Codec, ledger: Ledger, nursery: trio.Nursery) -> None:
+    def __init__(self, backend: Backend, codec: Codec, ledger: Ledger, log: EventLog, nursery: trio.Nursery) -> None:
         self.backend = backend
         self.ledger = ledger
+        self.log = log
         self.down = False
+        """True during an outage. Accepted messages are kept."""
         self._nursery = nursery
         self._context = copy_context()
-        self._up = trio.Event()
         self._codec = codec
 
     async def put(self, lane: str, envelopes: list[Envelope]) -> list[str]:
-        """SimulatedStore messages."""
+        """Store messages."""
         ids = await self.backend.send(envelopes)
         broken = len(envelopes) == 1 and not self._is_understood(envelopes[0].body)
         self.ledger.accepted(lane, ids, [envelope.delay for envelope in envelopes], undecodable=broken)
@@ -110,17 +111,22 @@ class SimulatedStore:
 
     async def replay(self, message_ids: list[str] | None) -> int:
         """Replay dead letters."""
-        before = await self._dead()
-        replayed = await self.backend.replay_dead_letters(message_ids)
-        self.ledger.replayed(before, await self._dead())
-        return replayed
+        return await self._end_deaths(self.backend.replay_dead_letters, message_ids, self.ledger.replayed)
 
     async def discard_dead(self, message_ids: list[str] | None) -> int:
         """Purge dead letters."""
+        return await self._end_deaths(self.backend.purge_dead_letters, message_ids, self.ledger.discarded)
+
+    async def _end_deaths(
+        self,
+        operation: Callable[[list[str] | None], Awaitable[int]],
+        message_ids: list[str] | None,
+        report: Callable[[set[str]], None],
+    ) -> int:
         before = await self._dead()
-        discarded = await self.backend.purge_dead_letters(message_ids)
-        self.ledger.discarded(before, await self._dead())
-        return discarded
+        number = await operation(message_ids)
+        report(before - await self._dead())
+        return number
 
     async def _dead(self) -> set[str]:
         return {delivery.message_id for delivery, _, _ in await self.backend.dead_letters(1 << 30, None)}
@@ -128,18 +134,6 @@ class SimulatedStore:
     async def check(self) -> None:
         """Have the ledger compare its counts with those of the store."""
         self.ledger.check(await self.backend.counts())
-
-    # ------------------------------------------------------------------------------------------------------- outages
-
-    def stop(self) -> None:
-        """Make the store unavailable. Accepted messages are kept."""
-        self.down = True
-        self._up = trio.Event()
-
-    def start(self) -> None:
-        """Make the store available again."""
-        self.down = False
-        self._up.set()
 
     # ------------------------------------------------------------------------------------------------------ sessions
 
@@ -253,14 +247,25 @@ LONGEST_CALL = 5.0
 """Longest delay of a slow call, in seconds."""
 
 
-class StoreConnection:
-    """One process's connection to the store.
+class SimulatedBackend(Backend):
+    """The backend of one process's mailbox: the process's connection to the store, with its faults.
 
     A partition has a mode. ``"hang"``: calls wait until it is over, and a request whose caller gives up may still arrive then.
     ``"fail"``: calls fail. ``"lost"``: calls take effect and their answers are lost. A dead connection never answers.
     """
 
-    def __init__(self, store: SimulatedStore, lane: str, rng: Random, log: EventLog, slow_call: float = 0.0) -> None:
+    capabilities = Capabilities(
+        durable=True,
+        cross_process=True,
+        cancel=False,
+        siblings=False,
+        joined_acks=True,
+        queue_age=True,
+        async_backends=frozenset({"trio"}),
+    )
+
+    def __init__(self, name: str, store: SimulatedStore, lane: str, rng: Random, slow_call: float = 0.0) -> None:
+        super().__init__(name)
         self.store = store
         self.lane = lane
         self.dead = False
@@ -269,10 +274,15 @@ class StoreConnection:
         self._slow_until = 0.0
         self._healed = trio.Event()
         self._rng = rng
-        self._log = log
         self._late: list[Callable[[], Awaitable[Any]]] = []
         self._sessions: list[ClaimSession] = []  # the idle ones
         self._waiting: dict[WaitingClaim, tuple[ClaimSession, trio.CancelScope]] = {}
+
+    async def open(self, scope: DaemonScope) -> None:
+        """Do nothing: a simulated connection needs no set-up."""
+
+    async def close(self) -> None:
+        """Do nothing."""
 
     # --------------------------------------------------------------------------------------------------------- faults
 
@@ -317,8 +327,7 @@ class StoreConnection:
         for _, scope in self._waiting.values():
             scope.cancel()
 
-    def end_waits(self) -> None:
-        """End all waiting claims: the mailbox is being closed."""
+    def stop_claims(self) -> None:
         for claim, (session, _) in list(self._waiting.items()):
             session.withdraw(claim)
 
@@ -329,31 +338,25 @@ class StoreConnection:
 
     # ---------------------------------------------------------------------------------------------------------- calls
 
-    def split(self, most: int) -> tuple[bool, int]:
-        """Draw whether a joint call is split, and before which of its ``most`` parts the connection breaks (``most``: none)."""
-        apart = self._rng.random() < 0.5
-        breaks = apart and self.slow_call > 0 and self._rng.random() < self.slow_call
-        return apart, self._rng.randrange(most) if breaks else most
-
-    async def break_during(self, what: str, effect: Callable[[], Awaitable[Any]]) -> None:
-        """Break the connection during a call, which may or may not have taken effect, and raise."""
-        await self._request(what, None)
-        if self._rng.random() < 0.5:
-            with suppress(ReceiptHandleExpiredError):
-                await effect()
-            self._log.add(self.lane, f"{what} took effect, answer lost")
-        else:
-            self._log.add(self.lane, f"{what} failed", detail="the connection broke")
-        raise MailboxConnectionError(f"{what}: the connection broke before the answer came")
-
-    async def call(self, what: str, effect: Callable[[], Awaitable[V]]) -> V:
-        """Call ``effect`` on the store, subject to the faults of this connection."""
+    async def _call(self, what: str, function: Callable[..., Awaitable[V]], *args: Any) -> V:
+        """Call the store, subject to the faults of this connection."""
         if not self.dead and self._mode is None and not self.slow_call and not self.store.down:
-            return await effect()
+            return await function(*args)
+        effect = partial(function, *args)
         late = await self._request(what, effect)
         answer = await effect()
         await self._answer(what, late)
         return answer
+
+    @contextmanager
+    def _settling(self, *deliveries: Delivery) -> Iterator[None]:
+        """Report to the ledger if the call that settles ``deliveries`` gets no answer."""
+        try:
+            yield
+        except BaseException:
+            for delivery in deliveries:
+                self.store.ledger.unanswered(delivery)
+            raise
 
     async def _request(self, what: str, effect: Callable[[], Awaitable[Any]] | None) -> bool:
         """Transmit a request. Return True if the answer, not the request, is slow."""
@@ -370,7 +373,7 @@ class StoreConnection:
                 continue
             if self._mode == "fail" or self.store.down:
                 why = "the store is away" if self.store.down else "no route to the store"
-                self._log.add(self.lane, f"{what} failed", detail=why)
+                self.store.log.add(self.lane, f"{what} failed", detail=why)
                 await trio.lowlevel.checkpoint()
                 raise MailboxConnectionError(f"{what}: {why}")
             return late
@@ -380,14 +383,14 @@ class StoreConnection:
             await self._healed.wait()
         except trio.Cancelled:
             if effect is not None and self._mode == "hang" and self._rng.random() < 0.5:
-                self._log.add(self.lane, f"{what} given up, on its way")
+                self.store.log.add(self.lane, f"{what} given up, on its way")
                 self._late.append(effect)
             raise
 
     async def _delay(self, what: str) -> None:
         seconds = self._rng.random() ** 2 * LONGEST_CALL
         self._slow_until = max(self._slow_until, trio.current_time() + seconds)
-        self._log.add(self.lane, f"{what} is slow", detail=f"{seconds:.3f} s")
+        self.store.log.add(self.lane, f"{what} is slow", detail=f"{seconds:.3f} s")
         await trio.sleep(seconds)
 
     async def _answer(self, what: str, late: bool) -> None:
@@ -399,17 +402,17 @@ class StoreConnection:
         while self._mode == "hang":
             await self._healed.wait()
         if self._mode == "lost":
-            self._log.add(self.lane, f"{what} took effect, answer lost")
+            self.store.log.add(self.lane, f"{what} took effect, answer lost")
             raise MailboxConnectionError(f"{what}: the connection broke before the answer came")
 
     # --------------------------------------------------------------------------------------------------------- claims
 
-    async def claim(self, most: int, visibility: float, wait: float) -> list[Delivery]:
-        """Claim messages, waiting up to ``wait`` seconds in the store."""
+    async def claim(self, max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> list[Delivery]:
         late = await self._request("claim", None)
-        claimed = await self.store.claim(self.lane, most, visibility, 0.0)
-        if not claimed and wait > 0:
-            claimed = await self._wait_for_claim(WaitingClaim(most, visibility, trio.current_time() + wait))
+        claimed = await self.store.claim(self.lane, max_messages, visibility_timeout, 0.0)
+        if not claimed and wait_time_seconds > 0:
+            until = trio.current_time() + wait_time_seconds
+            claimed = await self._wait_for_claim(WaitingClaim(max_messages, visibility_timeout, until))
         if self._mode is None and not late and not self.dead:
             return claimed
         if not claimed:
@@ -441,7 +444,7 @@ class StoreConnection:
                 elif not session.ended:
                     self._sessions.append(session)
         if claim.answer is None:
-            self._log.add(self.lane, "claim failed", detail="the connection broke")
+            self.store.log.add(self.lane, "claim failed", detail="the connection broke")
             raise MailboxConnectionError("claim: the connection broke")
         return claim.answer
 
@@ -452,110 +455,77 @@ class StoreConnection:
             await claim.answered.wait()
         return bool(claim.answer)
 
-
-class SimulatedBackend(Backend):
-    """The backend of one simulated process's mailbox: its calls reach the store through a :class:`StoreConnection`."""
-
-    capabilities = Capabilities(
-        durable=True,
-        cross_process=True,
-        cancel=False,
-        siblings=False,
-        joined_acks=True,
-        queue_age=True,
-        async_backends=frozenset({"trio"}),
-    )
-
-    def __init__(self, name: str, connection: StoreConnection) -> None:
-        super().__init__(name)
-        self._connection = connection
-
-    async def open(self, scope: DaemonScope) -> None:
-        """Do nothing: a simulated connection needs no set-up."""
-
-    async def close(self) -> None:
-        """Do nothing."""
-
-    def stop_claims(self) -> None:
-        self._connection.end_waits()
+    # ------------------------------------------------------------------------------------------------ other operations
 
     async def send(self, envelopes: list[Envelope]) -> list[str]:
-        connection = self._connection
-        return await connection.call("send", partial(connection.store.put, connection.lane, envelopes))
-
-    async def claim(self, max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> list[Delivery]:
-        return await self._connection.claim(max_messages, visibility_timeout, wait_time_seconds)
+        return await self._call("send", self.store.put, self.lane, envelopes)
 
     async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
-        connection = self._connection
-        what = type(settlement).__name__.lower()
-        try:
-            await connection.call(what, partial(connection.store.settle, connection.lane, delivery, settlement))
-        except BaseException:
-            connection.store.ledger.unanswered(delivery)
-            raise
+        with self._settling(delivery):
+            what = type(settlement).__name__.lower()
+            await self._call(what, self.store.settle, self.lane, delivery, settlement)
 
     async def acknowledge_many(self, deliveries: list[Delivery]) -> dict[int, Exception]:
         """Acknowledge in one call or in concurrent single calls: backends do either. The connection may break between those."""
-        connection = self._connection
-        apart, whole = connection.split(len(deliveries))
-        if apart:
-            return await self._acknowledge_each(deliveries, whole)
-        try:
-            return await connection.call(
-                "joint ack", partial(connection.store.acknowledge, connection.lane, deliveries)
+        if self._rng.random() < 0.5:
+            breaks = self.slow_call > 0 and self._rng.random() < self.slow_call
+            return await self._acknowledge_each(
+                deliveries, self._rng.randrange(len(deliveries)) if breaks else len(deliveries)
             )
-        except BaseException:
-            for delivery in deliveries:
-                connection.store.ledger.unanswered(delivery)
-            raise
+        with self._settling(*deliveries):
+            return await self._call("joint ack", self.store.acknowledge, self.lane, deliveries)
 
     async def _acknowledge_each(self, deliveries: list[Delivery], whole: int) -> dict[int, Exception]:
-        connection = self._connection
+        """Acknowledge each delivery in a call of its own. The connection breaks during all calls but the first ``whole``."""
         refused: dict[int, Exception] = {}
 
-        async def acknowledge(number: int) -> None:
-            delivery = deliveries[number]
+        async def acknowledge(number: int, delivery: Delivery) -> None:
             try:
                 if number < whole:
                     await self.settle(delivery, ACK)
                 else:
-                    connection.store.ledger.unanswered(delivery)
-                    await connection.break_during(
-                        "joint ack", partial(connection.store.settle, connection.lane, delivery, ACK)
-                    )
+                    await self._break_ack(delivery)
             except (MailboxConnectionError, ReceiptHandleExpiredError) as error:
                 refused[number] = error
 
         async with trio.open_nursery() as nursery:
-            for number in range(len(deliveries)):
-                nursery.start_soon(acknowledge, number)
+            for number, delivery in enumerate(deliveries):
+                nursery.start_soon(acknowledge, number, delivery)
         return refused
 
+    async def _break_ack(self, delivery: Delivery) -> None:
+        """Break the connection during an acknowledgement, which may or may not have taken effect, and raise."""
+        self.store.ledger.unanswered(delivery)
+        await self._request("joint ack", None)
+        if self._rng.random() < 0.5:
+            with suppress(ReceiptHandleExpiredError):
+                await self.store.settle(self.lane, delivery, ACK)
+            self.store.log.add(self.lane, "joint ack took effect, answer lost")
+        else:
+            self.store.log.add(self.lane, "joint ack failed", detail="the connection broke")
+        raise MailboxConnectionError("joint ack: the connection broke before the answer came")
+
     async def extend(self, delivery: Delivery, timeout: float) -> None:
-        connection = self._connection
-        await connection.call("renewal", partial(connection.store.extend, connection.lane, delivery, timeout))
+        await self._call("renewal", self.store.extend, self.lane, delivery, timeout)
 
     async def checkpoint(self, delivery: Delivery, state: bytes) -> None:
-        connection = self._connection
-        await connection.call("checkpoint", partial(connection.store.save_checkpoint, connection.lane, delivery, state))
+        await self._call("checkpoint", self.store.save_checkpoint, self.lane, delivery, state)
 
     # Read-only calls need no entry in the ledger, so they call the store's mailbox directly.
     async def counts(self) -> Counts:
-        return await self._connection.call("counts", self._connection.store.backend.counts)
-
-    async def purge(self) -> int:
-        return await self._connection.call("purge", self._connection.store.purge)
+        return await self._call("counts", self.store.backend.counts)
 
     async def dead_letters(self, limit: int, after: str | None) -> list[tuple[Delivery, Dead, float]]:
-        hook = self._connection.store.backend.dead_letters
-        return await self._connection.call("dead letters", partial(hook, limit, after))
+        return await self._call("dead letters", self.store.backend.dead_letters, limit, after)
+
+    async def purge(self) -> int:
+        return await self._call("purge", self.store.purge)
 
     async def replay_dead_letters(self, message_ids: list[str] | None) -> int:
-        return await self._connection.call("replay", partial(self._connection.store.replay, message_ids))
+        return await self._call("replay", self.store.replay, message_ids)
 
     async def purge_dead_letters(self, message_ids: list[str] | None) -> int:
-        return await self._connection.call("discard", partial(self._connection.store.discard_dead, message_ids))
+        return await self._call("discard", self.store.discard_dead, message_ids)
 
     def local_name(self, address: str) -> str | None:
-        return self._connection.store.backend.local_name(address)
+        return self.store.backend.local_name(address)

@@ -13,7 +13,7 @@ from mainspring.testing.simulation.event_log import EventLog
 from mainspring.testing.simulation.faults import generator
 from mainspring.testing.simulation.ledger import Ledger
 from mainspring.testing.simulation.process import Process, inside
-from mainspring.testing.simulation.store import SimulatedBackend, SimulatedStore, StoreConnection
+from mainspring.testing.simulation.store import SimulatedBackend, SimulatedStore
 from mainspring.testing.simulation.workload import Workload
 from mainspring.testing.trio_internals import TaskHold, descendants
 
@@ -77,7 +77,7 @@ class World:
         """Run work and faults, then let the fleet finish, then shut everything down."""
         make = self._simulation.store or (lambda: InMemoryMailbox("store", serialize=True))
         async with trio.open_nursery() as self._nursery, make() as mailbox:
-            self.store = SimulatedStore(mailbox.backend, self.under_test.codec, self.ledger, self._nursery)
+            self.store = SimulatedStore(mailbox.backend, self.under_test.codec, self.ledger, self.log, self._nursery)
             try:
                 async with trio.open_nursery() as course:
                     course.start_soon(self._watch_the_end, course.cancel_scope)
@@ -93,9 +93,9 @@ class World:
     async def _run(self, planned: Sequence[PlannedFault]) -> None:
         for worker in range(self._simulation.workers):
             self._nursery.start_soon(self._supervise, worker, name=f"supervisor of worker {worker}")
-        connection = StoreConnection(self.store, "client", generator(self.seed, "client"), self.log)
+        backend = SimulatedBackend(self.name, self.store, "client", generator(self.seed, "client"))
         async with (
-            Mailbox(SimulatedBackend(self.name, connection), body=self.under_test.body_type) as client,
+            Mailbox(backend, body=self.under_test.body_type) as client,
             trio.open_nursery() as nursery,
         ):
             workload = Workload(self, client, self._simulation)
@@ -238,13 +238,13 @@ class World:
         if self.store.down:
             return
         self.log.add("store", "goes down")
-        self.store.stop()
+        self.store.down = True
         for process in filter(None, self.current):
             process.connection.reset()
         try:
             await trio.sleep(seconds)
         finally:
-            self.store.start()
+            self.store.down = False
             self.log.add("store", "is back")
 
     async def _deploy(self, seconds: float) -> None:
