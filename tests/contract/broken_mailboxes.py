@@ -534,7 +534,7 @@ KINDS: list[tuple[Kind, list[str]]] = [
         StaysOpen,
         [
             "a_closed_mailbox_refuses_every_call",
-            "a_message_of_a_closed_mailbox_cannot_be_settled",
+            "a_closed_mailbox_refuses_every_call",
             "a_forked_child_is_refused_every_call",
         ],
     ),

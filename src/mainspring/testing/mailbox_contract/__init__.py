@@ -30,7 +30,12 @@ or in lists that are made from a table.
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
+from unittest import SkipTest
 
+import anyio
+
+from mainspring.core.process import async_library
+from mainspring.errors import ConfigError
 from mainspring.testing.mailbox_contract import (
     bodies,
     counting,
@@ -51,7 +56,7 @@ from mainspring.testing.mailbox_contract.harness import (
     Report,
     as_backend,
     behaviours_of,
-    run_all,
+    raises,
 )
 
 if TYPE_CHECKING:
@@ -98,7 +103,34 @@ async def run(
 
     A cancelled run closes the mailboxes of the running behaviours, and leaves their messages in the store.
     """
-    return await run_all(as_backend(backend), behaviours(), only=only, exclude=exclude, concurrency=concurrency)
+    under_test = as_backend(backend)
+    wanted = None if only is None else set(only)
+    left_out = set(exclude)
+    found = behaviours()
+    known = {behaviour.name for behaviour in found}
+    unknown = ((wanted or set()) | left_out) - known
+    if unknown:
+        raise ConfigError(f"the contract has no behaviour named {', '.join(sorted(unknown))}")
+    if concurrency < 1:
+        raise ConfigError(f"concurrency must be at least 1, not {concurrency}")
+    harness = Harness(under_test)
+    lacking = frozenset(need for behaviour in found for need in behaviour.needs if not harness.can(need))
+    report = Report(harness.name, claims={behaviour.name: behaviour.claim for behaviour in found}, lacking=lacking)
+    if async_library() not in harness.capabilities.async_backends:
+        await _check_refusal(harness, report)
+    limiter = anyio.CapacityLimiter(concurrency)
+    async with anyio.create_task_group() as group:
+        for behaviour in found:
+            if wanted is not None and behaviour.name not in wanted:
+                continue
+            if behaviour.name in left_out:
+                report.skipped[behaviour.name] = "left out by the caller"
+                if behaviour.missing(harness) is None:
+                    report.undeclared.append(behaviour.name)
+                continue
+            await limiter.acquire_on_behalf_of(behaviour)
+            group.start_soon(_run_one, behaviour, under_test, report, limiter, name=behaviour.name)
+    return report
 
 
 def parametrize(test: F) -> F:
@@ -111,3 +143,31 @@ def parametrize(test: F) -> F:
     cases = [pytest.param(behaviour, id=behaviour.name) for behaviour in behaviours()]
     decorated: F = pytest.mark.parametrize("behaviour", cases)(test)
     return decorated
+
+
+async def _run_one(
+    behaviour: Behaviour, backend: BackendUnderTest, report: Report, limiter: anyio.CapacityLimiter
+) -> None:
+    try:
+        await behaviour(backend)
+    except SkipTest as reason:
+        report.skipped[behaviour.name] = str(reason)
+    except Exception as error:
+        report.failed[behaviour.name] = error
+    else:
+        report.passed.append(behaviour.name)
+    finally:
+        limiter.release_on_behalf_of(behaviour)
+
+
+async def _check_refusal(harness: Harness, report: Report) -> None:
+    """Check that opening fails on an event loop that the backend does not support."""
+    name = "opening_on_an_unsupported_event_loop_is_a_config_error"
+    try:
+        with raises(ConfigError, f"opening it on {async_library()}"):
+            async with harness.open():
+                pass
+    except ContractError as error:
+        report.failed[name] = error
+    else:
+        report.passed.append(name)

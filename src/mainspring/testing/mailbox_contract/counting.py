@@ -185,11 +185,9 @@ class _Model:
         self.rng = Random(20_000)  # noqa: S311 - the same steps each time
 
     def counts(self) -> Counts:
-        """Return the counts that the mailbox must return."""
         return Counts(**Counter(self.where.values()))
 
     async def step(self) -> str:
-        """Do a random operation on the mailbox and the model. Return its name."""
         steps: list[Callable[[], Awaitable[None]]] = [self.send, self.send_many, self.receive, self.receive]
         if self.delays:
             steps.append(self.send_later)
@@ -202,26 +200,21 @@ class _Model:
         return chosen.__name__
 
     async def send(self) -> None:
-        """Send one message."""
         self.where[await self.box.send("x")] = "pending"
 
     async def send_many(self) -> None:
-        """Send several messages."""
         for sent in await self.box.send_many(range(self.rng.randint(0, 4))):
             self.where[sent] = "pending"
 
     async def send_later(self) -> None:
-        """Send a message with a long delay."""
         self.where[await self.box.send("x", delay=86_400)] = "delayed"
 
     async def receive(self) -> None:
-        """Receive some messages."""
         for message in await self.box.receive(max_messages=self.rng.randint(1, 3), visibility_timeout=43_200):
             self.where[message.id] = "in_flight"
             self.held.append(message)
 
     async def settle(self) -> None:
-        """Settle a held message in a random way."""
         message = self.held.pop(self.rng.randrange(len(self.held)))
         ways: list[tuple[str, Callable[[], Awaitable[None]]]] = [
             ("settled", message.acknowledge),
@@ -234,12 +227,10 @@ class _Model:
         await call()
 
     async def replay(self) -> None:
-        """Replay all dead letters."""
         await self.box.replay_dead_letters()
         self.where.update({key: "pending" for key, part in self.where.items() if part == "dead"})
 
     async def purge(self) -> None:
-        """Purge the mailbox."""
         await self.box.purge()
         self.where.update({key: "settled" for key, part in self.where.items() if part != "dead"})
         self.held.clear()

@@ -16,7 +16,7 @@ from mainspring.mailbox.mailbox import Capabilities, Mailbox
 from mainspring.mailbox.message import Counts, Envelope, Message
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
     from types import ModuleType
 
 
@@ -37,10 +37,6 @@ LATENESS = 0.07
 
 class ContractError(AssertionError):
     """The backend breaks the contract."""
-
-
-class TooLateError(Exception):
-    """A check failed that came too late to show anything, because the machine was too busy."""
 
 
 class Factory(Protocol):
@@ -315,23 +311,18 @@ class Behaviour:
             raise ContractError(f"skipped ({skip}), which the capabilities do not declare") from skip
 
     async def _in_time(self, harness: Harness) -> None:
-        late: TooLateError | None = None
+        late = ""
         for stretch in STRETCHES:
-            try:
-                with anyio.fail_after(VIRTUAL_LIMIT if harness.virtual else REAL_LIMIT):
-                    await self._attempt(Harness(harness.backend, stretch))
-                return
-            except TooLateError as error:
-                late = error
-        raise ContractError(f"{late}, with the longest times too") from late
-
-    async def _attempt(self, harness: Harness) -> None:
-        try:
-            await self.check(harness)
-        except Exception as error:
-            if not harness.late:
-                raise
-            raise TooLateError(f"{harness.late}, and then: {error!r}") from error
+            attempt = Harness(harness.backend, stretch)
+            with anyio.fail_after(VIRTUAL_LIMIT if harness.virtual else REAL_LIMIT):
+                try:
+                    await self.check(attempt)
+                    return
+                except Exception as error:
+                    if not attempt.late:
+                        raise
+                    late = f"{attempt.late}, and then: {error!r}"
+        raise ContractError(f"{late}, with the longest times too")
 
     def missing(self, harness: Harness) -> str | None:
         """Return the missing capability that excuses the backend, as text, or None if the behaviour applies."""
@@ -475,68 +466,3 @@ class Report:
         if self.undeclared:
             lines.append(f"  {len(self.undeclared)} skipped that the capabilities do not declare")
         return "\n".join(lines)
-
-
-async def run_all(
-    backend: BackendUnderTest,
-    behaviours: list[Behaviour],
-    *,
-    only: Iterable[str] | None,
-    exclude: Iterable[str],
-    concurrency: int,
-) -> Report:
-    """See :func:`mainspring.testing.mailbox_contract.run`."""
-    wanted = None if only is None else set(only)
-    left_out = set(exclude)
-    known = {behaviour.name for behaviour in behaviours}
-    unknown = ((wanted or set()) | left_out) - known
-    if unknown:
-        raise ConfigError(f"the contract has no behaviour named {', '.join(sorted(unknown))}")
-    if concurrency < 1:
-        raise ConfigError(f"concurrency must be at least 1, not {concurrency}")
-    harness = Harness(backend)
-    lacking = frozenset(need for behaviour in behaviours for need in behaviour.needs if not harness.can(need))
-    report = Report(harness.name, claims={behaviour.name: behaviour.claim for behaviour in behaviours}, lacking=lacking)
-    if async_library() not in harness.capabilities.async_backends:
-        await _check_refusal(harness, report)
-    limiter = anyio.CapacityLimiter(concurrency)
-    async with anyio.create_task_group() as group:
-        for behaviour in behaviours:
-            if wanted is not None and behaviour.name not in wanted:
-                continue
-            if behaviour.name in left_out:
-                report.skipped[behaviour.name] = "left out by the caller"
-                if behaviour.missing(harness) is None:
-                    report.undeclared.append(behaviour.name)
-                continue
-            await limiter.acquire_on_behalf_of(behaviour)
-            group.start_soon(_run_one, behaviour, backend, report, limiter, name=behaviour.name)
-    return report
-
-
-async def _run_one(
-    behaviour: Behaviour, backend: BackendUnderTest, report: Report, limiter: anyio.CapacityLimiter
-) -> None:
-    try:
-        await behaviour(backend)
-    except SkipTest as reason:
-        report.skipped[behaviour.name] = str(reason)
-    except Exception as error:
-        report.failed[behaviour.name] = error
-    else:
-        report.passed.append(behaviour.name)
-    finally:
-        limiter.release_on_behalf_of(behaviour)
-
-
-async def _check_refusal(harness: Harness, report: Report) -> None:
-    """Check that opening fails on an event loop that the backend does not support."""
-    name = "opening_on_an_unsupported_event_loop_is_a_config_error"
-    try:
-        with raises(ConfigError, f"opening it on {async_library()}"):
-            async with harness.open():
-                pass
-    except ContractError as error:
-        report.failed[name] = error
-    else:
-        report.passed.append(name)

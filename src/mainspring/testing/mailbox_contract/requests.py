@@ -18,7 +18,6 @@ from mainspring.testing.mailbox_contract.harness import (
     AnyMailbox,
     Behaviour,
     Harness,
-    TooLateError,
     behaviour,
     check,
     equal,
@@ -221,7 +220,7 @@ async def a_request_nobody_waits_for_is_withdrawn(h: Harness, box: AnyMailbox) -
 
     await h.until(withdrawn, "the request was withdrawn")
     if not h.virtual and await box.counts() == Counts():
-        raise TooLateError(f"what was to be sent within {timeout:g} s was not sent at all")
+        h.late = f"what was to be sent within {timeout:g} s was not sent at all"
     await h.counts(box, settled=1)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import math
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -274,76 +273,73 @@ async def a_mailbox_holds_only_its_own_messages(h: Harness, box: AnyMailbox, oth
 YEAR = 366 * 86_400.0
 
 
-@dataclass(frozen=True)
-class Limit:
-    """A parameter: values that its call refuses, values at its limits, and the bodies that can be received after those."""
+def _limit(
+    name: str,
+    claim: str,
+    call: Callable[[Any, Any], Awaitable[object]],
+    *needs: str,
+    refused: Sequence[Any],
+    accepted: Sequence[Any] = (),
+    left: Sequence[Any] = ("x",),
+    of_delivery: bool = False,
+) -> Behaviour:
+    """Make a behaviour of a parameter: values that ``call`` refuses or takes, and the bodies that are ``left`` after those."""
 
-    name: str
-    claim: str
-    call: Callable[[Any, Any], Awaitable[object]]
-    refused: Sequence[Any]
-    accepted: Sequence[Any] = ()
-    left: Sequence[Any] = ("x",)
-    of_delivery: bool = False
-    needs: tuple[str, ...] = ()
-
-
-def _limit(limit: Limit) -> Behaviour:
     async def run(h: Harness, box: AnyMailbox) -> None:
         message = None
-        if limit.of_delivery:
+        if of_delivery:
             message = await h.delivery(box)
         else:
             await box.send("x")
-        for number, value in enumerate(limit.refused, 1):  # not every value has a repr
-            with raises(InvalidParameterError, f"refused value {number} of {len(limit.refused)}"):
-                await limit.call(message or box, value)
+        for number, value in enumerate(refused, 1):  # not every value has a repr
+            with raises(InvalidParameterError, f"refused value {number} of {len(refused)}"):
+                await call(message or box, value)
         await h.counts(box, **{"in_flight" if message else "pending": 1})
-        for value in limit.accepted:
-            await limit.call(message or box, value)
-        equal(texts(await h.all(box)), list(limit.left), "what can be received afterwards")
+        for value in accepted:
+            await call(message or box, value)
+        equal(texts(await h.all(box)), list(left), "what can be received afterwards")
         if message is not None:
             await message.acknowledge()
 
-    return from_row(limit.name, limit.claim, run, *limit.needs)
+    return from_row(name, claim, run, *needs)
 
 
-LIMITS = [_limit(limit) for limit in (
-    Limit("receive_checks_max_messages", "max_messages is a whole number from 1 to 1,000.",
-          lambda box, value: box.receive(max_messages=value),
-          refused=(0, -1, 1_001, 1.5, math.nan), accepted=(1_000,), left=()),
-    Limit("receive_checks_visibility_timeout", "visibility_timeout is 0 to 43,200 seconds and a number.",
-          lambda box, value: box.receive(visibility_timeout=value),
-          refused=(-1, -0.001, 43_200.5, math.inf, math.nan), accepted=(43_200,), left=()),
-    Limit("receive_checks_wait_time", "wait_time_seconds is 0 or more and a number.",
-          lambda box, value: box.receive(wait_time_seconds=value, visibility_timeout=600),
-          refused=(-1, -math.inf, math.nan), accepted=(math.inf,), left=()),
-    Limit("send_checks_priority", "A priority is a whole number within ±32,767.",
-          lambda box, value: box.send(value, priority=value),
-          refused=(32_768, -32_768, 0.5, math.nan, "high"), accepted=(-32_767, 32_767), left=(32_767, "x", -32_767),
-          needs=("priority",)),
-    Limit("send_checks_expires_in", "expires_in is above 0, at most 366 days, and a number.",
-          lambda box, value: box.send("y", expires_in=value),
-          refused=(0, -1, YEAR + 1, math.inf, math.nan), accepted=(YEAR,), left=("x", "y"), needs=("expiry",)),
-    Limit("send_checks_headers", "Headers are strings by string.",
-          lambda box, value: box.send("y", headers=value),
-          refused=({"a": 1}, {1: "a"}, {"a": None}, {"a": 10**4_300}, {10**4_300: "a"})),
-    Limit("send_checks_dedup_key", "A dedup_key is a string of at least one character.",
-          lambda box, value: box.send("y", dedup_key=value),
-          refused=("", 5, b"x"), needs=("dedup",)),
-    Limit("an_id_that_is_no_text_is_refused", "cancel() raises InvalidParameterError for an id that no message can have.",
-          lambda box, value: box.cancel(value),
-          refused=("\ud800",), needs=("cancel",)),
-    Limit("nack_checks_delay", "A nack's delay is 0 to 366 days and a number; otherwise the message is not settled.",
-          lambda message, value: message.nack(delay=value),
-          refused=(-1, YEAR + 1, math.inf, math.nan), left=(), of_delivery=True),
-    Limit("extend_checks_timeout", "extend_visibility takes 0 to 43,200 seconds, and a number.",
-          lambda message, value: message.extend_visibility(value),
-          refused=(-1, 43_200.5, math.inf, math.nan), accepted=(43_200, 0), left=(), of_delivery=True),
-    Limit("dead_letters_checks_limit", "dead_letters takes a limit from 1.",
-          lambda box, value: box.dead_letters(limit=value),
-          refused=(0, -1), accepted=(1,)),
-)]  # fmt: skip
+LIMITS = [
+    _limit("receive_checks_max_messages", "max_messages is a whole number from 1 to 1,000.",
+           lambda box, value: box.receive(max_messages=value),
+           refused=(0, -1, 1_001, 1.5, math.nan), accepted=(1_000,), left=()),
+    _limit("receive_checks_visibility_timeout", "visibility_timeout is 0 to 43,200 seconds and a number.",
+           lambda box, value: box.receive(visibility_timeout=value),
+           refused=(-1, -0.001, 43_200.5, math.inf, math.nan), accepted=(43_200,), left=()),
+    _limit("receive_checks_wait_time", "wait_time_seconds is 0 or more and a number.",
+           lambda box, value: box.receive(wait_time_seconds=value, visibility_timeout=600),
+           refused=(-1, -math.inf, math.nan), accepted=(math.inf,), left=()),
+    _limit("send_checks_priority", "A priority is a whole number within ±32,767.",
+           lambda box, value: box.send(value, priority=value),
+           "priority", refused=(32_768, -32_768, 0.5, math.nan, "high"),
+           accepted=(-32_767, 32_767), left=(32_767, "x", -32_767)),
+    _limit("send_checks_expires_in", "expires_in is above 0, at most 366 days, and a number.",
+           lambda box, value: box.send("y", expires_in=value),
+           "expiry", refused=(0, -1, YEAR + 1, math.inf, math.nan), accepted=(YEAR,), left=("x", "y")),
+    _limit("send_checks_headers", "Headers are strings by string.",
+           lambda box, value: box.send("y", headers=value),
+           refused=({"a": 1}, {1: "a"}, {"a": None}, {"a": 10**4_300}, {10**4_300: "a"})),
+    _limit("send_checks_dedup_key", "A dedup_key is a string of at least one character.",
+           lambda box, value: box.send("y", dedup_key=value),
+           "dedup", refused=("", 5, b"x")),
+    _limit("an_id_that_is_no_text_is_refused", "cancel() raises InvalidParameterError for an id that no message can have.",
+           lambda box, value: box.cancel(value),
+           "cancel", refused=("\ud800",)),
+    _limit("nack_checks_delay", "A nack's delay is 0 to 366 days and a number; otherwise the message is not settled.",
+           lambda message, value: message.nack(delay=value),
+           refused=(-1, YEAR + 1, math.inf, math.nan), left=(), of_delivery=True),
+    _limit("extend_checks_timeout", "extend_visibility takes 0 to 43,200 seconds, and a number.",
+           lambda message, value: message.extend_visibility(value),
+           refused=(-1, 43_200.5, math.inf, math.nan), accepted=(43_200, 0), left=(), of_delivery=True),
+    _limit("dead_letters_checks_limit", "dead_letters takes a limit from 1.",
+           lambda box, value: box.dead_letters(limit=value),
+           refused=(0, -1), accepted=(1,)),
+]  # fmt: skip
 """The parameters whose limits differ in nothing but their values."""
 
 

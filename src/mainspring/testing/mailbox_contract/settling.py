@@ -209,14 +209,26 @@ async def a_pending_message_can_be_cancelled(h: Harness, box: AnyMailbox) -> Non
     equal(texts(await h.all(box)), ["a", "c"], "what is left")
 
 
-@on_mailbox("cancel", "delay")
-async def a_delayed_message_can_be_cancelled(h: Harness, box: AnyMailbox) -> None:
-    """cancel() of a delayed message removes it: it does not come when its delay is over."""
-    async with h.ending(h.short):
-        sent = await box.send("x", delay=h.short)
-        equal(await box.cancel(sent), CancelOutcome.REMOVED, "outcome")
-    await h.counts(box, settled=1)
-    await h.none(box, "it was cancelled")
+def _cancelled(name: str, claim: str, send: Callable[[Harness, AnyMailbox], Awaitable[str]], need: str) -> Behaviour:
+    async def run(h: Harness, box: AnyMailbox) -> None:
+        async with h.ending(h.short):
+            equal(await box.cancel(await send(h, box)), CancelOutcome.REMOVED, "outcome")
+        await h.counts(box, settled=1)
+        await h.none(box, "it was cancelled")
+        equal(await box.dead_letters(), [], "dead letters")
+
+    return from_row(name, claim, run, "cancel", need)
+
+
+CANCELLED = [
+    _cancelled("a_delayed_message_can_be_cancelled",
+               "cancel() of a delayed message removes it: it does not come when its delay is over.",
+               lambda h, box: box.send("x", delay=h.short), "delay"),
+    _cancelled("a_cancelled_message_does_not_expire",
+               "A message with an expires_in that was cancelled does not become a dead letter when that is over.",
+               lambda h, box: box.send("x", expires_in=h.short), "expiry"),
+]  # fmt: skip
+"""Messages whose delay or life ends after they were cancelled."""
 
 
 @on_mailbox("cancel")
@@ -233,16 +245,6 @@ async def a_returned_message_can_be_cancelled(h: Harness, box: AnyMailbox) -> No
         equal(await box.cancel(message_id), CancelOutcome.REMOVED, f"outcome of the {what} one")
     await h.counts(box, pending=1, settled=3)
     equal((await h.one(box)).body, "kept", "what is left")
-
-
-@on_mailbox("cancel", "expiry")
-async def a_cancelled_message_does_not_expire(h: Harness, box: AnyMailbox) -> None:
-    """A message with an expires_in that was cancelled does not become a dead letter when that is over."""
-    async with h.ending(h.short):
-        sent = await box.send("x", expires_in=h.short)
-        equal(await box.cancel(sent), CancelOutcome.REMOVED, "outcome")
-    await h.counts(box, settled=1)
-    equal(await box.dead_letters(), [], "dead letters")
 
 
 @on_mailbox("cancel")
