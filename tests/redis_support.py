@@ -14,7 +14,7 @@ import anyio
 import hiredis
 
 from mainspring.mailbox.redis.mailbox import RedisMailbox
-from mainspring.mailbox.redis.settings import RedisOptions, Server
+from mainspring.mailbox.redis.settings import RedisOptions, RedisServer
 from mainspring.mailbox.settings import read_url
 from silent_line import Line, Passage, Valve
 from stopwatch import Stopwatch
@@ -48,7 +48,7 @@ class Place:
 
     def call(self, *command: Any) -> Any:
         """A command to the server, past all mailboxes."""
-        server = Server.at(read_url(self.url, RedisOptions.schemes))
+        server = RedisServer.at(read_url(self.url, RedisOptions.schemes))
         with socket.create_connection(server.hosts[0], timeout=5) as wire:
             reader = hiredis.Reader()
             result: Any = None
@@ -67,7 +67,9 @@ class Place:
     @contextmanager
     def connected(self, *command: Any) -> Iterator[socket.socket]:
         """A connection of its own, over which a command has been sent that is not waited for."""
-        with socket.create_connection(Server.at(read_url(self.url, RedisOptions.schemes)).hosts[0], timeout=5) as wire:
+        with socket.create_connection(
+            RedisServer.at(read_url(self.url, RedisOptions.schemes)).hosts[0], timeout=5
+        ) as wire:
             wire.sendall(hiredis.pack_command(command))  # type: ignore[arg-type]
             yield wire
 

@@ -9,7 +9,7 @@ import pytest
 from mainspring import open_mailbox
 from mainspring.errors import ConfigError
 from mainspring.mailbox.redis.mailbox import RedisMailbox
-from mainspring.mailbox.redis.settings import RedisOptions, Server
+from mainspring.mailbox.redis.settings import RedisOptions, RedisServer
 
 DEFAULTS = {
     "name": "jobs", "timeout": 5, "silence": 5, "capacity": None, "fallback_interval": 5, "recovery_interval": 60,
@@ -17,9 +17,9 @@ DEFAULTS = {
 }  # fmt: skip
 
 
-def server_of(url: str, **options: object) -> Server:
+def server_of(url: str, **options: object) -> RedisServer:
     """The server that a mailbox with that URL and those options goes to."""
-    return Server.of(url, RedisOptions.of(url, **{**DEFAULTS, **options}))
+    return RedisServer.of(url, RedisOptions.of(url, **{**DEFAULTS, **options}))
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,8 @@ from mainspring.mailbox.redis.commands import (
     MICRO,
     OPERATIONS,
     TAKES,
-    Claim,
     FunctionCall,
+    RedisClaim,
     UndoLostClaims,
     base_of,
     calls_for,
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from mainspring.mailbox.batched import Command
     from mainspring.mailbox.message import Envelope
     from mainspring.mailbox.redis.connection import Channel
-    from mainspring.mailbox.redis.settings import Server
+    from mainspring.mailbox.redis.settings import RedisServer
     from mainspring.mailbox.settings import Host
 
 TRIES: Final = 4
@@ -396,7 +396,7 @@ class Batches:
         self._call = None
         retried = [command for command in self._commands if OPERATIONS[type(command)].retried and not command.done]
         self._unconfirmed = joined([*self._unconfirmed, *retried])
-        claimed = any(type(command) is Claim and not command.done for command in self._commands)
+        claimed = any(type(command) is RedisClaim and not command.done for command in self._commands)
         if claimed and not any(type(command) is UndoLostClaims for command in self._unconfirmed):
             self._unconfirmed.append(UndoLostClaims(self.claimant, self._last_claim))
         self._commands, self._calls = [], iter(())
@@ -413,7 +413,7 @@ class Batches:
         return now + self._timeout / 10  # where it was about to be made
 
 
-async def has_mailbox(server: Server, name: str, timeout: float) -> bool:
+async def has_mailbox(server: RedisServer, name: str, timeout: float) -> bool:
     """Return True if the server has keys of that mailbox: it has some once it was opened or sent to.
 
     :raises ConfigError: the server refuses the login, or is too old.
@@ -430,7 +430,7 @@ async def has_mailbox(server: Server, name: str, timeout: float) -> bool:
     raise _silent(server, timeout, connected=False)
 
 
-def _silent(server: Server, timeout: float, *, connected: bool) -> MailboxConnectionError:
+def _silent(server: RedisServer, timeout: float, *, connected: bool) -> MailboxConnectionError:
     place = server.address.partition("://")[2]
     hint = "; the port may be one without TLS" if server.tls is not None and not connected else ""
     return MailboxConnectionError(f"the Redis server at {place} did not answer within {timeout:g} s{hint}")

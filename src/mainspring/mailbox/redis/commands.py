@@ -207,7 +207,7 @@ def expired(delivery: Delivery) -> ReceiptHandleExpiredError:
 
 
 @dataclass(eq=False, repr=False, slots=True)
-class Claim(batched.Claim):
+class RedisClaim(batched.Claim):
     """Claim pending messages. ``again``: the library has to do more that is due first.
 
     ``claimant`` marks the receipts. A claim that waits is put on the list of waiters if nothing is pending; with ``others``,
@@ -237,7 +237,7 @@ class WakeOthers(Command):
 
 
 @dataclass(eq=False, repr=False, slots=True)
-class Sweep(batched.Sweep):
+class RedisSweep(batched.Sweep):
     """Let the library do what is due, for the receives that wait for it.
 
     ``waiter`` is called as it leaves: under which name, if any, this process is to be on the list of waiters.
@@ -370,7 +370,7 @@ def _take_acks(call: FunctionCall, acks: Sequence[AcknowledgeMany], result: list
             ack.result[number] = expired(ack.deliveries[number])
 
 
-def _write_claims(call: FunctionCall, claims: Sequence[Claim]) -> None:
+def _write_claims(call: FunctionCall, claims: Sequence[RedisClaim]) -> None:
     limit, waiting, others = 0, 0, False
     for claim in claims:
         limit += claim.limit
@@ -382,7 +382,7 @@ def _write_claims(call: FunctionCall, claims: Sequence[Claim]) -> None:
     call.arguments += ("claim", limit, visible, claims[0].claimant, waiter, int(others))
 
 
-def _take_claims(call: FunctionCall, claims: Sequence[Claim], result: Any) -> None:
+def _take_claims(call: FunctionCall, claims: Sequence[RedisClaim], result: Any) -> None:
     """Share the messages out in the order of the claims."""
     receipts, values, extras, *again = result
     details: dict[int, dict[bytes, bytes]] = {}
@@ -551,8 +551,8 @@ OPERATIONS: Final[dict[type[Command], Operation]] = {
     ),
     batched.PurgeDead: _single(6, lambda _, c: ("purge_dead", MOST_DEAD, *_ids(c.ids))),
     WakeOthers: _single(7, lambda _, c: ("wake_others", c.count)),
-    Claim: Operation(8, _write_claims, _take_claims),
-    Sweep: _single(9, lambda _, c: ("sweep", c.waiter())),
+    RedisClaim: Operation(8, _write_claims, _take_claims),
+    RedisSweep: _single(9, lambda _, c: ("sweep", c.waiter())),
     batched.Count: _single(10, lambda *_: ("count",), _take_counts),
     batched.ListDead: _single(10, lambda _, c: ("list_dead", c.limit, encoded(c.after or "")), _take_dead),
     batched.FindDead: _single(10, lambda _, c: ("find_dead", *_ids(c.ids)), _take_dead),
@@ -644,8 +644,8 @@ def _kind(command: Command) -> Hashable:
     """Return a value that is the same for commands that are written as one operation."""
     if isinstance(command, AcknowledgeMany):
         return AcknowledgeMany
-    if isinstance(command, Claim):
-        return Claim, command.visibility
+    if isinstance(command, RedisClaim):
+        return RedisClaim, command.visibility
     if isinstance(command, batched.Send) and len(command.envelopes) == 1 and command.capacity is None:
         envelope = command.envelopes[0]
         if envelope.dedup_key is None:

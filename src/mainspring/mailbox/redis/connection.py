@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from anyio.abc import SocketStream
 
-    from mainspring.mailbox.redis.settings import Server
+    from mainspring.mailbox.redis.settings import RedisServer
     from mainspring.mailbox.settings import Host
 
     Argument = str | int | float | bytes
@@ -173,7 +173,7 @@ class ServerError(MailboxConnectionError):
         return type(self), (f"{self.code} {self.detail}",)
 
 
-class Connection:
+class RedisConnection:
     """A connection to ``host`` that is ready for commands. Closed or not, :meth:`close` may be called."""
 
     __slots__ = ("_stream", "cluster", "feed", "flush", "host", "longest", "next_reply", "receive", "unsent", "write")
@@ -216,7 +216,9 @@ pack: Final[Callable[[tuple[Argument, ...]], bytes]] = hiredis.pack_command  # t
 """Returns a command as it is written."""
 
 
-async def connect(server: Server, host: Host, *, sentinel: bool = False, name: str = "mainspring") -> Connection:
+async def connect(
+    server: RedisServer, host: Host, *, sentinel: bool = False, name: str = "mainspring"
+) -> RedisConnection:
     """Connect to ``host`` as the user of ``server``, on its database, with that name in ``CLIENT LIST``.
 
     Raises what :data:`LOST` names, and :class:`ServerError`; :class:`ConfigError` where the server is too old.
@@ -227,7 +229,7 @@ async def connect(server: Server, host: Host, *, sentinel: bool = False, name: s
         stream = direct = DirectStream(tcp)
         if server.tls is not None:
             stream = await _encrypted(direct, host, server.tls)
-        connection = Connection(direct, stream, host)
+        connection = RedisConnection(direct, stream, host)
         await _greet(connection, server, sentinel, name)
     except BaseException:
         with anyio.CancelScope(shield=True, deadline=anyio.current_time() + 1):
@@ -248,7 +250,7 @@ async def _encrypted(stream: ByteStream, host: Host, context: ssl.SSLContext) ->
     raise ConfigError(f"the server at {host[0]}:{host[1]} {problem}")
 
 
-async def _greet(connection: Connection, server: Server, sentinel: bool, name: str) -> None:
+async def _greet(connection: RedisConnection, server: RedisServer, sentinel: bool, name: str) -> None:
     password = server.sentinel_password if sentinel else server.password
     login: list[str] = []
     if password is not None:
@@ -284,7 +286,7 @@ async def _greet(connection: Connection, server: Server, sentinel: bool, name: s
             ) from None
 
 
-def _place(connection: Connection) -> str:
+def _place(connection: RedisConnection) -> str:
     return f"the server at {connection.host[0]}:{connection.host[1]}"
 
 
@@ -307,7 +309,7 @@ class Connectors:
         self.listening = Connector()
 
     @classmethod
-    def shared(cls, server: Server) -> Connectors:
+    def shared(cls, server: RedisServer) -> Connectors:
         """Return those of the running event loop to that server, as that user, with those TLS options."""
         return process.shared(KIND, (process.event_loop(), server), cls)
 
@@ -324,7 +326,7 @@ class Connector:
         self._failures = 0
         self._failure: Exception | None = None
 
-    async def open_channel(self, connect: Callable[[], Awaitable[Connection]]) -> Channel:
+    async def open_channel(self, connect: Callable[[], Awaitable[RedisConnection]]) -> Channel:
         """Return a channel of the connection; one of several callers calls ``connect`` for all, if there is none.
 
         Raises what ``connect`` raises, also in the callers that waited for that try.
@@ -340,7 +342,7 @@ class Connector:
                 await self._make(connect)
         return Channel(self.connection)
 
-    async def _make(self, connect: Callable[[], Awaitable[Connection]]) -> None:
+    async def _make(self, connect: Callable[[], Awaitable[RedisConnection]]) -> None:
         await anyio.sleep_until(self._next_try)
         try:
             connection = await connect()
@@ -361,7 +363,7 @@ class Connector:
 class SharedConnection:
     """One connection to a server, read by one of its channels for all."""
 
-    def __init__(self, connector: Connector, connection: Connection) -> None:
+    def __init__(self, connector: Connector, connection: RedisConnection) -> None:
         self.connector = connector
         self.connection = connection
         self.unsent = connection.unsent

@@ -22,7 +22,7 @@ from mainspring.mailbox.redis.commands import (
     check_command,
     stored_size,
 )
-from mainspring.mailbox.redis.settings import FALLBACK, RECOVERY, RedisOptions, Server
+from mainspring.mailbox.redis.settings import FALLBACK, RECOVERY, RedisOptions, RedisServer
 from mainspring.mailbox.settings import name_at, reads_query
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class RedisMailbox(Mailbox[T, R]):
             allow_eviction=allow_eviction,
             **options,
         )
-        super().__init__(RedisBackend(Server.of(url, checked), checked), body=body, reply=reply)
+        super().__init__(RedisBackend(RedisServer.of(url, checked), checked), body=body, reply=reply)
 
     @classmethod
     def from_url(cls, url: str, *, body: Any = None, reply: Any = None, **options: Any) -> RedisMailbox[Any, Any]:
@@ -117,7 +117,7 @@ class RedisBackend(CommandBackend):
 
     capabilities = Capabilities(durable=True, cross_process=True, ordered=True, joined_acks=True, queue_age=True)
 
-    def __init__(self, server: Server, options: RedisOptions) -> None:
+    def __init__(self, server: RedisServer, options: RedisOptions) -> None:
         super().__init__(options.name, options.capacity)
         self._server = server
         self._options = options

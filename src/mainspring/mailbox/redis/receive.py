@@ -40,11 +40,11 @@ from mainspring.mailbox.redis.client import Batches
 from mainspring.mailbox.redis.commands import (
     MICRO,
     UNREADABLE,
-    Claim,
     Leave,
     Recover,
+    RedisClaim,
+    RedisSweep,
     RemoveWaiters,
-    Sweep,
     WakeOthers,
     base_of,
     claimed_at,
@@ -521,7 +521,7 @@ class Receiving:
 
     async def _claim_once(self, limit: int, visibility: float, *, waits: bool) -> list[Delivery]:
         while True:
-            command = Claim(limit, visibility, waits, self.batches.claimant, bool(self.receives.line))
+            command = RedisClaim(limit, visibility, waits, self.batches.claimant, bool(self.receives.line))
             found: list[Delivery] = await self.batcher.call(command)
             dead_lettered = 0
             for delivery in command.unreadable:
@@ -544,7 +544,7 @@ class Receiving:
 
     def _undo(self, command: Command) -> None:
         """Undo a claim whose receive is gone, before any other operation."""
-        if type(command) is Claim:
+        if type(command) is RedisClaim:
             self._undo_claims(*(command.result or ()), *command.unreadable)
 
     def _undo_claims(self, *claimed: Delivery) -> None:
@@ -578,7 +578,7 @@ class Receiving:
     def _list_again(self) -> None:
         """Put this process back on the list of waiters, if receives wait."""
         if self.receives.line:
-            self.batcher.post(Sweep(self._waiter))
+            self.batcher.post(RedisSweep(self._waiter))
 
     def _due_in(self, seconds: float) -> None:
         if self.receives.active:
@@ -607,7 +607,7 @@ class Receiving:
         self._probes = False
         again = self._now() + self._fallback
         try:
-            await self.batcher.call(Sweep(self._waiter))
+            await self.batcher.call(RedisSweep(self._waiter))
         except MainspringError:
             self.receives.wake_all()  # unless it was silence, the next call may succeed
         else:

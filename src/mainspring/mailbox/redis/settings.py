@@ -43,7 +43,7 @@ class RedisOptions(TLSOptions):
 
 
 @dataclass(frozen=True)
-class Server:
+class RedisServer:
     """A Redis server, or several that make one: how to reach it, and as whom."""
 
     hosts: tuple[Host, ...]
@@ -70,7 +70,7 @@ class Server:
         return f"{scheme}://{hosts}{service}/{self.db}"
 
     @classmethod
-    def of(cls, url: str, options: RedisOptions) -> Server:
+    def of(cls, url: str, options: RedisOptions) -> RedisServer:
         """The server that ``url`` means, with the login and the TLS of ``options``. Raises :class:`ConfigError`."""
         place = read_url(url, options.schemes)
         scheme, _, _ = place.scheme.partition("+")
@@ -84,7 +84,7 @@ class Server:
         )
 
     @classmethod
-    def at(cls, url: MailboxURL) -> Server:
+    def at(cls, url: MailboxURL) -> RedisServer:
         """The server that ``url`` means, without login and TLS. Raises :class:`ConfigError`."""
         _, _, kind = url.scheme.partition("+")
         hosts = url.hosts(SENTINEL_PORT if kind == "sentinel" else PORT)
@@ -100,7 +100,7 @@ class Server:
 
     def is_at(self, url: MailboxURL) -> bool:
         """True if ``url`` means this server: the same database of the same hosts."""
-        other = Server.at(url)
+        other = RedisServer.at(url)
         mine = (self.kind, self.service, self.db, frozenset(self.hosts))
         return mine == (other.kind, other.service, other.db, frozenset(other.hosts))
 

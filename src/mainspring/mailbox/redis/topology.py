@@ -16,8 +16,8 @@ from mainspring.errors import ConfigError, MailboxConnectionError
 from mainspring.mailbox.redis.connection import LONGEST, LOST, Connectors, ServerError, connect
 
 if TYPE_CHECKING:
-    from mainspring.mailbox.redis.connection import Channel, Connection, Connector
-    from mainspring.mailbox.redis.settings import Server
+    from mainspring.mailbox.redis.connection import Channel, Connector, RedisConnection
+    from mainspring.mailbox.redis.settings import RedisServer
     from mainspring.mailbox.settings import Host
 
 FOR_CALLS: Final = "mainspring-calls"
@@ -37,7 +37,7 @@ class Topology:
     The mailboxes of an event loop on one server share its connections; in a cluster each mailbox has its own.
     """
 
-    def __init__(self, server: Server, key: bytes, *, cluster: bool = False) -> None:
+    def __init__(self, server: RedisServer, key: bytes, *, cluster: bool = False) -> None:
         self.server = server
         self._key = key
         self._nodes: list[Host] = list(server.hosts)
@@ -65,7 +65,7 @@ class Topology:
             self._connectors = Connectors.shared(self.server)
         return self._connectors.calls if name == FOR_CALLS else self._connectors.listening
 
-    async def _connect(self, name: str) -> Connection:
+    async def _connect(self, name: str) -> RedisConnection:
         connection = await self._connect_to_owner(name)
         try:
             connection.longest = await _longest(connection)
@@ -75,7 +75,7 @@ class Topology:
             raise
         return connection
 
-    async def _connect_to_owner(self, name: str) -> Connection:
+    async def _connect_to_owner(self, name: str) -> RedisConnection:
         if self.server.kind == "sentinel":
             return await self._primary_by_sentinels(name)
         failed: Exception | None = None
@@ -94,7 +94,7 @@ class Topology:
         assert failed is not None
         raise failed
 
-    async def _owner_in_cluster(self, connection: Connection, name: str) -> Connection:
+    async def _owner_in_cluster(self, connection: RedisConnection, name: str) -> RedisConnection:
         """Return a connection to the node with the mailbox's slot, which the node of ``connection`` names."""
         try:
             if not self.cluster:  # the connector is shared by all mailboxes
@@ -114,7 +114,7 @@ class Topology:
         await connection.close()
         return await connect(self.server, owner, name=name)
 
-    async def _primary_by_sentinels(self, name: str) -> Connection:
+    async def _primary_by_sentinels(self, name: str) -> RedisConnection:
         """Return a connection to the primary that the first sentinel to answer names."""
         failed: Exception | None = None
         for host in list(self._nodes):
@@ -143,7 +143,7 @@ class Topology:
         raise failed
 
 
-async def _longest(connection: Connection) -> int:
+async def _longest(connection: RedisConnection) -> int:
     try:
         told = await connection.call("CONFIG", "GET", "proto-max-bulk-len")
     except ServerError:  # the user may not ask
@@ -151,7 +151,7 @@ async def _longest(connection: Connection) -> int:
     return int(told[1]) if told else LONGEST
 
 
-async def _is_primary(connection: Connection) -> bool:
+async def _is_primary(connection: RedisConnection) -> bool:
     """Return whether the server is a primary; if not, or on an error, close the connection."""
     primary = False
     try:
