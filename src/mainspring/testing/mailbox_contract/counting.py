@@ -18,26 +18,6 @@ if TYPE_CHECKING:
     from mainspring.mailbox.message import Message
 
 
-@on_mailbox()
-async def counts_follow_every_step(h: Harness, box: AnyMailbox) -> None:
-    """Through a message's whole life counts() says the part that it is in."""
-    await h.counts(box)
-    await box.send("x")
-    await h.counts(box, pending=1)
-    message = await h.one(box)
-    await h.counts(box, in_flight=1)
-    await message.nack(delay=3_600)
-    await h.counts(box, delayed=1)
-    await (await h.delivery(box, "y")).release()
-    await h.counts(box, delayed=1, pending=1)
-    await (await h.one(box)).dead_letter("no")
-    await h.counts(box, delayed=1, dead=1)
-    await box.replay_dead_letters()
-    await h.counts(box, delayed=1, pending=1)
-    await (await h.one(box)).acknowledge()
-    await h.counts(box, delayed=1, settled=1)
-
-
 @behaviour("cross_process", "expiry", "lease_ends_seen")
 async def the_end_of_a_lease_shows_to_everybody(h: Harness) -> None:
     """A mailbox object without leases sees in counts() that another's lease has ended, and that an expired message is dead."""

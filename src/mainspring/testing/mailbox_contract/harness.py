@@ -248,20 +248,19 @@ class Harness:
 
     async def when_due(self, holds: Callable[[], Awaitable[bool]]) -> bool:
         """True if the condition holds now, or within :attr:`patience`."""
-        until = anyio.current_time() + self.patience
+        return await self._comes(holds, self.patience)
+
+    async def until(self, holds: Callable[[], Awaitable[bool]], what: str) -> None:
+        """Poll until a condition holds for which a mailbox has no event."""
+        check(await self._comes(holds, self.wait), f"it did not happen within {self.wait:g} s that {what}")
+
+    async def _comes(self, holds: Callable[[], Awaitable[bool]], seconds: float) -> bool:
+        until = anyio.current_time() + seconds
         while not await holds():
             if anyio.current_time() >= until:
                 return False
             await anyio.sleep(self.short / 20)
         return True
-
-    async def until(self, holds: Callable[[], Awaitable[bool]], what: str) -> None:
-        """Poll until a condition holds for which a mailbox has no event."""
-        with anyio.move_on_after(self.wait):
-            while not await holds():  # noqa: ASYNC110 - the store has no event for it
-                await anyio.sleep(self.short / 20)
-            return
-        raise ContractError(f"it did not happen within {self.wait:g} s that {what}")
 
     @contextmanager
     def takes(self, seconds: float, what: str) -> Iterator[None]:

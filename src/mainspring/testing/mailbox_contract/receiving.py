@@ -388,13 +388,13 @@ async def settling_wakes_nobody(h: Harness, box: AnyMailbox) -> None:
 
 @on_mailbox()
 async def first_in_first_out(h: Harness, box: AnyMailbox) -> None:
-    """First deliveries come in the order of sending, over send and send_many alike."""
-    for number in range(5):
-        await box.send(number)
-    await box.send_many(range(5, 10))
-    await box.send(10)
-    singles = [(await h.one(box)).body for _ in range(4)]
-    equal(singles + texts(await h.all(box)), list(range(11)), "the order")
+    """First deliveries come in the order of sending, over send and send_many alike, whose ids are in that order as well."""
+    sent = [await box.send(number) for number in range(5)]
+    sent += await box.send_many(number for number in range(5, 55))
+    sent.append(await box.send(55))
+    found = [await h.one(box) for _ in range(4)] + await h.all(box)
+    equal(texts(found), list(range(56)), "the order")
+    equal(ids(found), sent, "ids")
 
 
 @on_mailbox("priority")

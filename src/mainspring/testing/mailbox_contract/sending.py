@@ -18,7 +18,6 @@ from mainspring.testing.mailbox_contract.harness import (
     check,
     equal,
     from_row,
-    ids,
     on_mailbox,
     raises,
     texts,
@@ -89,16 +88,6 @@ async def ids_differ(h: Harness, box: AnyMailbox) -> None:
     """No two messages have the same id, equal bodies or not."""
     sent = [await box.send("same") for _ in range(5)] + await box.send_many(["same"] * 5)
     equal(len(set(sent)), 10, "different ids of ten messages")
-
-
-@on_mailbox()
-async def send_many_keeps_the_order(h: Harness, box: AnyMailbox) -> None:
-    """send_many takes any iterable and returns the ids in its order, which is the order of delivery."""
-    sent = await box.send_many(number for number in range(50))
-    await h.counts(box, pending=50)
-    found = await h.all(box)
-    equal(ids(found), sent, "ids")
-    equal(texts(found), list(range(50)), "bodies")
 
 
 @on_mailbox()

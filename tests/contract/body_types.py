@@ -1,7 +1,4 @@
-"""Types of bodies that a careless encoding changes, and whether each must arrive unchanged or be refused.
-
-This module is imported at first use, because defining its models takes time.
-"""
+"""Types of bodies that a careless encoding changes, and whether each must arrive unchanged or be refused."""
 
 from __future__ import annotations
 
@@ -215,13 +212,6 @@ ARRIVES: list[tuple[str, Any, Any]] = [
     ("the longest number", int, 10**4_299),
     ("deep lists", list[Any], nested(200)),
     ("the last of a union", Holder | int | None, None),
-    ("no text", None, ""),
-    ("text beyond ASCII", None, "Grüße, 日本 \U0001f600 \x00 \\ \"'"),
-    ("a large whole number", None, 2**53),
-    ("a large number", None, 1e300),
-    ("truth", None, False),
-    ("nothing in lists", None, [[], [None], {}, 0, -1, -0.001, True]),
-    ("a nested dict", None, {"": {"a": [1, "two", None, {"three": 3.0}]}}),
 ]
 """A description, a type and a body that must arrive unchanged."""
 
