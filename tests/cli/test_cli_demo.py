@@ -100,7 +100,7 @@ def test_an_account_in_which_all_went_well() -> None:
     report = account(**facts())
     assert report.ok
     assert (report.done, report.redelivered, report.run_twice) == (2, 1, 1)
-    assert report.dead == {"broken": "SyntaxError: invalid syntax"}
+    assert report.dead_lettered == {"broken": "SyntaxError: invalid syntax"}
     assert report.workers == {7: 1, 8: 1}
     assert report.rate == 1.5
     assert report.as_json()["messages_per_second"] == 1.5

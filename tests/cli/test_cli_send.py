@@ -14,7 +14,7 @@ import pytest
 from cli_helpers import MAINSPRING, only_line, run
 
 from mainspring import MailboxFullError, open_mailbox
-from mainspring.cli.send import SendOptions, read_bodies, send_bodies
+from mainspring.cli.send import read_bodies, send_bodies
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -223,7 +223,7 @@ def test_an_error_half_way_tells_what_was_sent(
 ) -> None:
     mailbox = Filling()
     monkeypatch.setattr("mainspring.cli.send.open_mailbox", lambda url: mailbox)
-    status = send_bodies("sqlite:///x.db", ["1"] * 1_001, None, SendOptions(as_json=True))
+    status = send_bodies("sqlite:///x.db", ["1"] * 1_001, None, as_json=True)
     printed = capsys.readouterr()
     assert status == 1
     assert mailbox.sizes == [1_000]

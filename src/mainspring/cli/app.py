@@ -56,7 +56,7 @@ def call(arguments: Sequence[str]) -> int:
         return problem.status
     except _USAGE_ERROR as error:
         text = error.format_message().rstrip(".")
-        say(f"{text}; see `mainspring {_verb(arguments)}--help`")
+        say(f"{text}; see `{error.ctx.command_path if error.ctx else 'mainspring'} --help`")
         return WRONG_USE
     except (ConfigError, MainspringError) as error:
         say(str(error))
@@ -77,23 +77,6 @@ def call(arguments: Sequence[str]) -> int:
     finally:
         flush_output()
     return status if isinstance(status, int) else 0
-
-
-def _verb(arguments: Sequence[str]) -> str:
-    """The verb that the arguments begin with, of one word or two, with a space behind each; none where it is unknown."""
-    found = ""
-    group: typer.Typer | None = app
-    for word in arguments:
-        known = (
-            {c.name or getattr(c.callback, "__name__", ""): None for c in group.registered_commands} if group else {}
-        )
-        inner = [g.typer_instance for g in group.registered_groups if g.typer_instance] if group else []
-        groups = {g.info.name: g for g in inner}
-        if word not in {*known, *groups}:
-            break
-        found += f"{word} "
-        group = groups.get(word)
-    return found
 
 
 def _show_version(wanted: bool) -> None:
@@ -199,10 +182,21 @@ def send(
 
     Nothing is sent unless every body parses. Without BODY and --file, JSON lines are read from standard input.
     """
-    from mainspring.cli.send import SendOptions, send_bodies
+    from mainspring.cli.send import send_bodies
 
-    options = SendOptions(delay, at, priority, dedup_key, tuple(header or ()), reply_to, expires_in, as_json)
-    return send_bodies(url, bodies or [], file, options)
+    return send_bodies(
+        url,
+        bodies or [],
+        file,
+        headers=header or [],
+        dedup_key=dedup_key,
+        as_json=as_json,
+        delay=delay,
+        at=at,
+        priority=priority,
+        reply_to=reply_to,
+        expires_in=expires_in,
+    )
 
 
 @app.command(epilog="Example: `mainspring migrate postgresql://app@db.example.org/app`")
@@ -269,9 +263,9 @@ def demo(
     One worker is killed and replaced, one is told to stop and drains, one file is broken on purpose. The report at the
     end says what became of every file; the exit status is 1 if one is missing. It takes well under a minute.
     """
-    from mainspring.cli.demo import DemoOptions, run_demo
+    from mainspring.cli.demo import run_demo
 
-    return run_demo(DemoOptions(directory, keep, files, as_json))
+    return run_demo(directory, keep=keep, files=files, as_json=as_json)
 
 
 @app.command(

@@ -9,7 +9,6 @@ import sys
 import sysconfig
 from collections.abc import AsyncIterator  # noqa: TC003 - asynccontextmanager's own annotation
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from subprocess import DEVNULL, PIPE
 from tempfile import TemporaryDirectory
@@ -20,7 +19,7 @@ from anyio.streams.text import TextReceiveStream
 
 import mainspring
 from mainspring.cli.demo_report import DemoReport, account
-from mainspring.cli.demo_view import View, make_view
+from mainspring.cli.demo_view import DemoView
 from mainspring.cli.link import link_for_child
 from mainspring.cli.user_errors import FAILED, UserError, say
 from mainspring.core.process import signal_child
@@ -43,23 +42,12 @@ STOP_TIMEOUT = 20.0
 BROKEN = "def broken(:\n    return 'this file does not parse, on purpose'\n"
 
 
-@dataclass(frozen=True, slots=True)
-class DemoOptions:
-    """What the command line says."""
-
-    directory: Path | None = None
-    keep: bool = False
-    files: int = 2_000
-    as_json: bool = False
-
-
-def run_demo(options: DemoOptions) -> int:
-    """Run it; 1 where a file is missing, 128 + n where signal n ended it."""
+def run_demo(directory: Path | None, *, keep: bool, files: int, as_json: bool) -> int:
+    """Run the demo. Return 1 if a file is missing, 128 + n if signal n ended it."""
     with TemporaryDirectory(prefix="mainspring-demo-", ignore_cleanup_errors=True) as temporary:
-        home = Path(temporary) if options.directory is None else options.directory.absolute()
-        keep = options.keep or options.directory is not None
-        if keep and options.directory is None:
-            home = Path.cwd() / "mainspring-demo"
+        if directory is None and keep:
+            directory = Path("mainspring-demo")
+        home = Path(temporary) if directory is None else directory.absolute()
         if (home / "queue.db").exists():
             raise UserError(f"{home} holds an earlier run; remove it, or give another directory by --dir")
         try:
@@ -68,10 +56,10 @@ def run_demo(options: DemoOptions) -> int:
             raise UserError(
                 f"the directory {home} cannot be made: {error.strerror}; give another one by --dir"
             ) from None
-        view = make_view(as_json=options.as_json)
-        demo = Demo(home, _load_example(home), options.files, view)
+        view = DemoView(as_json=as_json)
+        demo = Demo(home, _load_example(home), files, view)
         status = anyio.run(demo.run)
-    if keep and not options.as_json:
+    if directory is not None and not as_json:
         view.note(f"the queue and the results are in {home}")
     return status
 
@@ -95,7 +83,7 @@ def _load_example(home: Path) -> ModuleType:
 class Demo:
     """One run: send, serve, hurt, wait, account."""
 
-    def __init__(self, home: Path, example: ModuleType, limit: int, view: View) -> None:
+    def __init__(self, home: Path, example: ModuleType, limit: int, view: DemoView) -> None:
         self._home = home
         self._example: Any = example
         self._limit = limit
@@ -110,8 +98,7 @@ class Demo:
         with anyio.CancelScope() as story:
             async with ShutdownCoordinator() as signals:
                 signals.register(story.cancel)
-                with self._view:
-                    report = await self._story()
+                report = await self._story()
                 self._view.report(report)
                 return 0 if report.ok else FAILED
         say(f"ended by {signals.reason}; the workers are stopped")
@@ -181,17 +168,8 @@ class Demo:
     async def _service(self) -> AsyncIterator[None]:
         """``mainspring run indexer:group --processes 2`` in the example's directory, stopped at the end of the block."""
         ours, theirs, environment = link_for_child(0)  # so that it ends with us, however we end
-        command = [
-            sys.executable,
-            "-m",
-            "mainspring",
-            "run",
-            "indexer:group",
-            "--processes",
-            "2",
-            "--log-level",
-            "WARNING",
-        ]
+        arguments = ["run", "indexer:group", "--processes", "2", "--log-level", "WARNING"]
+        command = [sys.executable, "-m", "mainspring", *arguments]
         with ours:
             try:
                 with anyio.CancelScope(shield=True, deadline=anyio.current_time() + STOP_TIMEOUT):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -20,46 +20,30 @@ class DemoReport:
     done: int
     redelivered: int
     run_twice: int
-    dead: Mapping[str, str]
+    dead_lettered: Mapping[str, str]
     seconds: float
     workers: Mapping[int, int]
     killed: int | None
     drained: int | None
-    service_status: int | None
+    service_exit_status: int | None
     missing: Sequence[str]
     problems: Sequence[str]
     summary: Mapping[str, Any]
 
     @property
     def ok(self) -> bool:
-        """Whether every file is accounted for, exactly once."""
+        """True if every file is accounted for, exactly once."""
         return not self.problems
 
     @property
     def rate(self) -> float:
         """Messages per second, from the first send to the last settlement."""
-        return (self.done + len(self.dead)) / self.seconds if self.seconds else 0.0
+        return (self.done + len(self.dead_lettered)) / self.seconds if self.seconds else 0.0
 
     def as_json(self) -> dict[str, Any]:
-        """The same for a program."""
-        return {
-            "ok": self.ok,
-            "files": self.files,
-            "sent": self.sent,
-            "done": self.done,
-            "redelivered": self.redelivered,
-            "run_twice": self.run_twice,
-            "dead_lettered": dict(self.dead),
-            "seconds": round(self.seconds, 2),
-            "messages_per_second": round(self.rate, 1),
-            "workers": {str(pid): count for pid, count in self.workers.items()},
-            "killed": self.killed,
-            "drained": self.drained,
-            "service_exit_status": self.service_status,
-            "missing": list(self.missing),
-            "problems": list(self.problems),
-            "summary": dict(self.summary),
-        }
+        """Return the figures for a program."""
+        seconds, rate = round(self.seconds, 2), round(self.rate, 1)
+        return {"ok": self.ok, **asdict(self), "seconds": seconds, "messages_per_second": rate}
 
 
 def account(
@@ -104,12 +88,12 @@ def account(
         done=len(done),
         redelivered=sum(row["deliveries"] > 1 for row in rows) + sum(letter.delivery_count > 1 for letter in dead),
         run_twice=sum(row["runs"] > 1 for row in rows),
-        dead=errors,
+        dead_lettered=errors,
         seconds=seconds,
         workers=workers,
         killed=killed,
         drained=drained,
-        service_status=service_status,
+        service_exit_status=service_status,
         missing=missing,
         problems=[text for text, holds in checks.items() if not holds],
         summary=summary,

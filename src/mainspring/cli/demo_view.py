@@ -1,112 +1,59 @@
-"""What the demo shows: a live bar on a terminal, plain lines elsewhere, and the report as tables or as JSON."""
+"""What the demo prints: a line for each step, and the report as tables or as JSON."""
 
 from __future__ import annotations
 
 import json
-import sys
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from mainspring.cli.demo_report import DemoReport
 
-PLAIN_STEP = 0.1
-"""Without a terminal: the share of the work after which the next line is printed."""
+PROGRESS_STEP = 0.1
+"""The share of the work after which the next line about progress is printed."""
 
 
-class View:
-    """Prints what goes on. Entered, it may own the screen's last lines."""
+class DemoView:
+    """Prints what goes on. With ``as_json`` that goes to standard error, and the report to standard output."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._shown = 0.0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
+    def __init__(self, *, as_json: bool) -> None:
+        self._as_json = as_json
+        self._console = Console(stderr=as_json)
+        self._printed = 0.0
 
     def note(self, text: str) -> None:
-        """Something the demo has done."""
+        """Print a step of the demo."""
         self._console.print(Text(text), soft_wrap=True)
 
     def service(self, line: str) -> None:
-        """A line that the service wrote."""
+        """Print a line that the service wrote."""
         self._console.print(Text(f"  | {line}", "dim"), soft_wrap=True)
 
     def progress(self, done: int, total: int, in_flight: int, seconds: float) -> None:
-        """How far it is."""
-        if done >= total or done >= (self._shown + PLAIN_STEP) * total:
-            if self._shown < 1:
-                rate = done / seconds if seconds else 0.0
-                self.note(f"{done:,} of {total:,} done, {in_flight} in flight, {seconds:.1f} s, {rate:,.0f} a second")
-            self._shown = 1.0 if done >= total else done / total
+        """Print how much is done, if that is a step more than in the last line."""
+        share = min(1.0, done / total)
+        if share >= min(1.0, self._printed + PROGRESS_STEP) and self._printed < 1:
+            rate = done / seconds if seconds else 0.0
+            self.note(f"{done:,} of {total:,} done, {in_flight} in flight, {seconds:.1f} s, {rate:,.0f} a second")
+            self._printed = share
 
     def report(self, report: DemoReport) -> None:
-        """The account at the end."""
+        """Print the account at the end."""
+        if self._as_json:
+            typer.echo(json.dumps(report.as_json(), indent=2))
+            return
         self._console.print(_account(report))
-        for path, error in report.dead.items():
+        for path, error in report.dead_lettered.items():
             self._console.print(Text(f"dead letter: {path}: {error}", "yellow"), soft_wrap=True)
         self._console.print(_findings(report))
         if report.ok:
             self._console.print(Text("every file is accounted for, exactly once", "bold green"))
         for problem in report.problems:
             self._console.print(Text(f"NOT AS PROMISED: {problem}", "bold red"), soft_wrap=True)
-
-
-class LiveView(View):
-    """The same with a bar that moves."""
-
-    def __init__(self, console: Console) -> None:
-        super().__init__(console)
-        self._bar = Progress(
-            SpinnerColumn(),
-            TextColumn("indexing"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[rate]:,.0f} a second, {task.fields[in_flight]} in flight"),
-            TimeElapsedColumn(),
-            console=console,
-        )
-        self._task = self._bar.add_task("indexing", total=None, rate=0.0, in_flight=0)
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
-
-    def progress(self, done: int, total: int, in_flight: int, seconds: float) -> None:
-        rate = done / seconds if seconds else 0.0
-        self._bar.update(self._task, completed=done, total=total, rate=rate, in_flight=in_flight)
-
-
-class JsonView(View):
-    """What goes on to standard error, the report to standard output as JSON."""
-
-    def report(self, report: DemoReport) -> None:
-        typer.echo(json.dumps(report.as_json(), indent=2))
-
-
-def make_view(*, as_json: bool) -> View:
-    """The view that fits where the output goes."""
-    if as_json:
-        return JsonView(Console(stderr=True))
-    console = Console()
-    return LiveView(console) if sys.stdout.isatty() else View(console)
 
 
 def _account(report: DemoReport) -> Table:
@@ -116,7 +63,7 @@ def _account(report: DemoReport) -> Table:
         ("messages sent", f"{report.sent:,}"),
         ("done", f"{report.done:,}"),
         ("redelivered", f"{report.redelivered:,} (of these, {report.run_twice:,} had been done but not acknowledged)"),
-        ("dead-lettered", f"{len(report.dead):,}"),
+        ("dead-lettered", f"{len(report.dead_lettered):,}"),
         ("time", f"{report.seconds:.1f} s"),
         ("messages per second", f"{report.rate:,.0f}"),
         ("files by worker process", ", ".join(f"{pid}: {count:,}" for pid, count in report.workers.items())),

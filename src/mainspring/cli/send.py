@@ -6,7 +6,6 @@ import json
 import math
 import sys
 from contextlib import ExitStack
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -21,7 +20,6 @@ from mainspring.mailbox.open import open_mailbox
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
-    from datetime import datetime
 
     from mainspring.mailbox.mailbox import Mailbox
 
@@ -29,25 +27,24 @@ CHUNK = 1_000
 _WHOLE_DOCUMENT = 16 * 2**20  # up to here, a file that is no JSON lines is tried as one JSON document
 
 
-@dataclass(frozen=True, slots=True)
-class SendOptions:
-    """What goes with each message."""
+def send_bodies(
+    url: str,
+    arguments: Sequence[str],
+    file: str | None,
+    *,
+    headers: Iterable[str] = (),
+    dedup_key: str | None = None,
+    as_json: bool = False,
+    **keywords: Any,
+) -> int:
+    """Parse everything, then send, and print the ids. Raise :class:`UserError` for what is wrong with the input.
 
-    delay: float = 0.0
-    at: datetime | None = None
-    priority: int = 0
-    dedup_key: str | None = None
-    headers: tuple[str, ...] = ()
-    reply_to: str | None = None
-    expires_in: float | None = None
-    as_json: bool = False
-
-
-def send_bodies(url: str, arguments: Sequence[str], file: str | None, options: SendOptions) -> int:
-    """Parse everything, then send; prints the ids. Raises :class:`UserError` for what is wrong with the input."""
+    :param headers: ``KEY=VALUE`` each.
+    :param keywords: those of :meth:`Mailbox.send_many`, for each message.
+    """
     if arguments and file is not None:
         raise UserError("give bodies as arguments or by --file, not both")
-    headers = parse_headers(options.headers)
+    keywords["headers"] = parse_headers(headers)
     mailbox = _open(url)
     with ExitStack() as stack:
         if arguments:
@@ -56,10 +53,10 @@ def send_bodies(url: str, arguments: Sequence[str], file: str | None, options: S
         else:
             lines = stack.enter_context(_input(file))
             bodies, count = read_bodies(lines, "standard input" if file in {None, "-"} else str(file))
-        if options.dedup_key is not None and count != 1:
+        if dedup_key is not None and count != 1:
             raise UserError(f"--dedup-key names one message, but there are {count} bodies; send them one by one")
-        ids, error = anyio.run(_send, mailbox, bodies, headers, options)
-    _print(mailbox.name, ids, options)
+        ids, error = anyio.run(_send, mailbox, bodies, dedup_key, keywords)
+    _print(mailbox.name, ids, as_json)
     if error is not None:
         say(f"{error}; {len(ids):,} of {count:,} messages were sent, the rest was not")
         return FAILED
@@ -68,9 +65,9 @@ def send_bodies(url: str, arguments: Sequence[str], file: str | None, options: S
     return 0
 
 
-def _print(name: str, ids: list[str], options: SendOptions) -> None:
+def _print(name: str, ids: list[str], as_json: bool) -> None:
     try:
-        if options.as_json:
+        if as_json:
             typer.echo(json.dumps({"mailbox": name, "sent": len(ids), "ids": ids}))
         else:
             typer.echo("".join(f"{message_id}\n" for message_id in ids), nl=False)
@@ -205,27 +202,19 @@ def _open(url: str) -> Mailbox[Any, Any]:
 
 
 async def _send(
-    mailbox: Mailbox[Any, Any], bodies: Iterable[Any], headers: dict[str, str], options: SendOptions
+    mailbox: Mailbox[Any, Any], bodies: Iterable[Any], dedup_key: str | None, keywords: dict[str, Any]
 ) -> tuple[list[str], MainspringError | None]:
-    """Send in chunks; the ids of what was sent, and the error that stopped it, where one did."""
+    """Send in chunks. Return the ids of what was sent, and the error that stopped it, if one did."""
     ids: list[str] = []
-    common: dict[str, Any] = {
-        "delay": options.delay,
-        "at": options.at,
-        "priority": options.priority,
-        "headers": headers,
-        "reply_to": options.reply_to,
-        "expires_in": options.expires_in,
-    }
     made, stopped = False, None
     try:
         made = not await mailbox.exists()
         async with mailbox:
             remaining = iter(bodies)
-            if options.dedup_key is not None:
-                ids.append(await mailbox.send(next(remaining), dedup_key=options.dedup_key, **common))
+            if dedup_key is not None:
+                ids.append(await mailbox.send(next(remaining), dedup_key=dedup_key, **keywords))
             while chunk := list(islice(remaining, CHUNK)):
-                ids += await mailbox.send_many(chunk, **common)
+                ids += await mailbox.send_many(chunk, **keywords)
     except ConfigError:
         raise
     except MainspringError as error:

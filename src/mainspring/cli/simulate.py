@@ -9,6 +9,7 @@ from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -142,12 +143,12 @@ def _one(simulation: Simulation, build: Callable[..., Any], options: SimulateOpt
     report = simulation.run(build)
     if report.failed and smaller:
         with _progress(options, f"seed {simulation.seed} fails: looking for a smaller case", None) as tick:
-            report = shrink(report, lambda candidate: _ticked(candidate.run(build), tick))
-    return report
 
+            def run(candidate: Simulation) -> SimulationReport:
+                tick()
+                return candidate.run(build)
 
-def _ticked(report: SimulationReport, tick: Callable[[], object]) -> SimulationReport:
-    tick()
+            report = shrink(report, run)
     return report
 
 
@@ -163,14 +164,13 @@ def _hunt(
             return _first_failure(figures, results, tick)
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(options.jobs, mp_context=context) as pool:
-            work = [(target, options, seed) for seed in range(options.seeds)]
-            failed = _first_failure(pool.map(_run_in_child, work, chunksize=CHUNK), results, tick)
+            run = partial(_run_in_child, target, options)
+            failed = _first_failure(pool.map(run, range(options.seeds), chunksize=CHUNK), results, tick)
             pool.shutdown(cancel_futures=True)
             return failed
 
 
-def _run_in_child(work: tuple[str, SimulateOptions, int]) -> dict[str, Any]:
-    target, options, seed = work
+def _run_in_child(target: str, options: SimulateOptions, seed: int) -> dict[str, Any]:
     return _simulation(target, options).but(seed=seed).run(load_builder(target)).as_dict()
 
 
@@ -203,9 +203,11 @@ def _progress(options: SimulateOptions, what: str, total: int | None) -> Iterato
 
 
 def _tell(report: SimulationReport | None, results: Results, options: SimulateOptions) -> int:
+    from mainspring.testing.simulation.event_log import around, as_svg, as_text
+
     if report is not None:
         _write(options.log, lambda: "\n".join([*report.events, ""]))
-        _write(options.svg, lambda: _drawn(report))
+        _write(options.svg, lambda: as_svg(around(report)))
     if options.as_json:
         typer.echo(json.dumps(_as_json(report, results), indent=2))
     else:
@@ -214,7 +216,7 @@ def _tell(report: SimulationReport | None, results: Results, options: SimulateOp
         if report is not None:
             typer.echo(str(report))
         if report is not None and report.failed:
-            typer.echo(_timeline(report))
+            typer.echo(as_text(around(report)))
     return FAILED if report is not None and report.failed else 0
 
 
@@ -238,18 +240,6 @@ def _summary(results: Results) -> str:
         f"{results.runs:,} seeds: {hours:,.1f} virtual hours in {results.real_seconds:.1f} s of work ({speed:,.0f} times real"
         f" time), {results.faults:,} planned faults\n{told}"
     )
-
-
-def _timeline(report: SimulationReport) -> str:
-    from mainspring.testing.simulation.event_log import around, as_text
-
-    return as_text(around(report))
-
-
-def _drawn(report: SimulationReport) -> str:
-    from mainspring.testing.simulation.event_log import around, as_svg
-
-    return as_svg(around(report))
 
 
 def _write(path: Path | None, text: Callable[[], str]) -> None:

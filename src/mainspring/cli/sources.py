@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-import sysconfig
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import anyio
 import anyio.to_thread
+
+from mainspring.cli.user_errors import foreign_directories
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -22,16 +22,15 @@ FileTimes = dict[str, tuple[int, int]]
 
 
 def loaded_directories() -> list[str]:
-    """The directories of the modules this process has imported, without those of Python and of installed packages."""
-    installed = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    foreign = tuple(f"{path}/" for path in {*installed, str(Path(__file__).parents[1])})
+    """Return the directories of the modules this process has imported, without those of other people's code."""
+    foreign = foreign_directories()
     files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
     own = {os.path.dirname(os.path.abspath(file)) for file in files if file and not file.startswith(foreign)}
     return sorted(directory for directory in own if not f"{directory}/".startswith(foreign))
 
 
 def snapshot(directories: Iterable[str]) -> FileTimes:
-    """When each Python file right in these directories was last written, and its size."""
+    """Return when each Python file right in these directories was last written, and its size."""
     found: FileTimes = {}
     for path in [path for directory in directories for path in _python_files(directory)]:
         with suppress(OSError):  # a link to nothing, as editors make beside an unsaved file
@@ -48,13 +47,12 @@ def _python_files(directory: str) -> list[str]:
 
 
 def changed(before: FileTimes, after: FileTimes) -> str | None:
-    """The first file that is new, gone or different."""
-    differing = {path for path, _ in before.items() ^ after.items()}
-    return min(differing, default=None)
+    """Return the first file that is new, gone or different."""
+    return min((path for path, _ in before.items() ^ after.items()), default=None)
 
 
 class SourceWatch:
-    """Looks at the files of some directories twice a second; more directories can be added as they become known."""
+    """Looks at the files of some directories twice a second. Directories can be added at any time."""
 
     def __init__(self, directories: Iterable[str]) -> None:
         self._directories = set(directories)
@@ -67,7 +65,7 @@ class SourceWatch:
         self._before |= snapshot(new)
 
     async def next_change(self) -> str:
-        """Wait for a change; the file that changed."""
+        """Wait for a change. Return the file that changed."""
         while True:
             await anyio.sleep(INTERVAL)
             directories = frozenset(self._directories)

@@ -1,4 +1,7 @@
-"""``MODULE:ATTR`` to the LoopGroup it means, or a :class:`UserError` that says what to write instead."""
+"""Find the LoopGroup, or the function that makes one, that ``MODULE:ATTR`` names.
+
+Where there is none, a :class:`UserError` says what to write instead.
+"""
 
 from __future__ import annotations
 
@@ -20,22 +23,26 @@ if TYPE_CHECKING:
 
 def load_group(target: str) -> LoopGroup:
     """Import the module (the working directory comes first on the path) and return the group, made by a call if need be."""
-    name, attribute = _split(target)
-    module = _import(name)
-    found = _attribute(module, attribute, target)
+    found = _load(target)
     from mainspring.group.group import LoopGroup
+    from mainspring.worker.runnable import Runnable
 
     if callable(found) and not isinstance(found, LoopGroup):
         found = _call(found, target)
     if not isinstance(found, LoopGroup):
-        raise UserError(f"{target} is {_kind(found)}, not a LoopGroup; {_remedy(found, attribute)}")
+        attribute = target.partition(":")[2]
+        remedy = (
+            f"wrap it: group = LoopGroup([{attribute}])"
+            if isinstance(found, Runnable)
+            else "name a LoopGroup or a function that returns one"
+        )
+        raise UserError(f"{target} is {_kind(found)}, not a LoopGroup; {remedy}")
     return found
 
 
 def load_builder(target: str) -> Callable[..., Any]:
     """Import the module and return the function ``build(mailbox)`` that makes a group for a simulation."""
-    name, attribute = _split(target)
-    found = _attribute(_import(name), attribute, target)
+    found = _load(target)
     from mainspring.group.group import LoopGroup
 
     if isinstance(found, LoopGroup) or not callable(found) or inspect.iscoroutinefunction(found):
@@ -43,14 +50,26 @@ def load_builder(target: str) -> Callable[..., Any]:
             f"{target} is {_kind(found)}; a simulation runs many groups, so name a plain function that makes one on the"
             " mailbox it is given: def build(mailbox): return LoopGroup([MainLoop(mailbox, handle)])"
         )
+    if (reason := _why_not_callable(found, None)) is not None:
+        raise UserError(f"{target} is called with one mailbox ({reason}); it must be build(mailbox)")
+    build: Callable[..., Any] = found
+    return build
+
+
+def _load(target: str) -> Any:
+    name, attribute = _split(target)
+    return _attribute(_import(name), attribute, target)
+
+
+def _why_not_callable(fn: Any, *arguments: Any) -> str | None:
+    """Return why ``fn`` cannot be called with these arguments, or None. A function without a signature may take any."""
     try:
-        inspect.signature(found).bind(None)
+        inspect.signature(fn).bind(*arguments)
     except TypeError as error:
-        raise UserError(f"{target} is called with one mailbox ({error}); it must be build(mailbox)") from None
-    except ValueError:  # no signature to look at: the call will tell
+        return str(error)
+    except ValueError:
         pass
-    built: Callable[..., Any] = found
-    return built
+    return None
 
 
 def _split(target: str) -> tuple[str, str]:
@@ -130,14 +149,10 @@ def _call(factory: Any, target: str) -> Any:
         raise UserError(
             f"{target} is an async function; a plain one must return the LoopGroup, before any event loop runs"
         )
-    try:
-        inspect.signature(factory).bind()
-    except TypeError as error:
+    if (reason := _why_not_callable(factory)) is not None:
         raise UserError(
-            f"{target} cannot be called without arguments ({error}); give a LoopGroup or a function that needs none"
-        ) from None
-    except ValueError:  # no signature to look at: the call will tell
-        pass
+            f"{target} cannot be called without arguments ({reason}); give a LoopGroup or a function that needs none"
+        )
     try:
         return factory()
     except SystemExit as error:
@@ -149,15 +164,4 @@ def _call(factory: Any, target: str) -> Any:
 
 
 def _kind(value: Any) -> str:
-    if value is None:
-        return "None"
-    name = type(value).__name__
-    return f"an object of type {name}"
-
-
-def _remedy(value: Any, attribute: str) -> str:
-    from mainspring.worker.runnable import Runnable
-
-    if isinstance(value, Runnable):
-        return f"wrap it: group = LoopGroup([{attribute}])"
-    return "name a LoopGroup or a function that returns one"
+    return "None" if value is None else f"an object of type {type(value).__name__}"

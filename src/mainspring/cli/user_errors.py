@@ -9,7 +9,7 @@ import sysconfig
 from pathlib import Path
 from traceback import extract_tb
 
-from mainspring.errors import message_of
+from mainspring.errors import describe
 from mainspring.redaction import without_secrets
 
 WRONG_USE = 2
@@ -67,19 +67,16 @@ class Remarks(logging.Handler):
 
 
 def one_line(error: BaseException) -> str:
-    """An exception as one line: its type, and the first line of what it says."""
-    if isinstance(error, SyntaxError):
-        return f"{type(error).__name__}: {error.msg}"
-    name = type(error).__name__
-    lines = message_of(error).strip().splitlines()
-    return name if not lines or lines[0] == type(error).__qualname__ else f"{name}: {lines[0]}"
+    """Return an exception as one line: its type, and the first line of what it says."""
+    text = f"{type(error).__name__}: {error.msg}" if isinstance(error, SyntaxError) else describe(error)
+    return text.strip().splitlines()[0]
 
 
 def user_line(error: BaseException) -> str:
-    """``"app.py:12"``: the innermost line of the user's own code that an exception passed through; else ``""``."""
+    """Return the innermost line of the user's own code that an exception passed through, as ``"app.py:12"``, or ``""``."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{_shown(error.filename)}:{error.lineno}"
-    foreign = _foreign_directories()
+    foreign = foreign_directories()
     for frame in reversed(extract_tb(error.__traceback__)):
         if not frame.filename.startswith(("<", *foreign)):
             return f"{_shown(frame.filename)}:{frame.lineno}"
@@ -87,13 +84,12 @@ def user_line(error: BaseException) -> str:
 
 
 def explain(error: BaseException) -> str:
-    """An exception out of the user's code as one line, with the line of theirs that it came through."""
-    at = user_line(error)
-    return f"{at}: {one_line(error)}" if at else one_line(error)
+    """Return an exception out of the user's code as one line that begins with :func:`user_line`."""
+    return ": ".join(filter(None, (user_line(error), one_line(error))))
 
 
-def _foreign_directories() -> tuple[str, ...]:
-    """Where other people's code lives: this package, the standard library, installed packages."""
+def foreign_directories() -> tuple[str, ...]:
+    """Return the directories of code that is not the user's: this package, the standard library, installed packages."""
     installed = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
     own = str(Path(__file__).parents[1])
     return (f"{own}/", *(f"{path}/" for path in installed))
