@@ -181,12 +181,12 @@ async def test_a_child_that_is_made_while_the_journal_is_read(anyio_backend):
             await ticket.wait()
     assert len(journal.kept) == 3_500
     session = Session.open(State, journal=journal)
-    given = journal.entries
+    given, token = journal.entries, anyio.lowlevel.current_token()
 
     def entries():
         for number, entry in enumerate(given()):
             if number == 1_500:
-                anyio.from_thread.run_sync(session.child, "kid", State)
+                anyio.from_thread.run_sync(session.child, "kid", State, token=token)
             yield entry
 
     journal.entries = entries

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 from contextvars import copy_context
+from functools import partial
 
 import anyio
 import anyio.to_thread
@@ -345,8 +346,8 @@ async def test_a_cancellation_while_it_is_written_does_not_tear_it(anyio_backend
     journal = MemoryJournal()
     writing, go_on = anyio.Event(), threading.Event()
     async with Session.open(State, journal=journal) as session:
-        loop_set = writing.set
-        journal.before = lambda: (anyio.from_thread.run_sync(loop_set), go_on.wait(30))
+        set_here = partial(anyio.from_thread.run_sync, writing.set, token=anyio.lowlevel.current_token())
+        journal.before = lambda: (set_here(), go_on.wait(30))
         async with anyio.create_task_group() as tasks:
 
             async def transact():

@@ -1,20 +1,21 @@
-"""``Journal``: where a session's entries are kept; and from what users name to the journal that it means."""
+"""``Journal``: where a session's entries are kept; and how a session calls it from its event loop."""
 
 from __future__ import annotations
 
 import os
-import threading
 from abc import ABC, abstractmethod
 from functools import partial
 from itertools import count, islice
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import anyio
-from anyio import CapacityLimiter, to_thread
 
 from mainspring.core.clock import real_work
 from mainspring.errors import JournalDamagedError, JournalError, MainspringError, describe
 from mainspring.events import log_error
+from mainspring.threads.own_thread import OwnThread
+from mainspring.threads.ticket import Ticket
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -23,10 +24,9 @@ if TYPE_CHECKING:
 class Journal(ABC):
     """Keeps entries (bytes without a line break) in order, for one writer at a time.
 
-    The session calls the methods in worker threads, one at a time, so they may block. Each use of it begins with :meth:`open`,
-    and none but that is called after :meth:`close`. A method that takes longer than :attr:`timeout` is given up, but not
-    beside others: what comes after it is ``close`` alone. What they raise that is no error of Mainspring becomes a
-    :class:`JournalError`.
+    The session calls the methods one at a time, in a thread of the journal's own, so they may block. Each use of it begins
+    with :meth:`open`, and none but that is called after :meth:`close`. A method that takes longer than :attr:`timeout` is given
+    up, and only ``close`` is called after it. An error that is none of Mainspring's becomes a :class:`JournalError`.
     """
 
     name: str
@@ -80,26 +80,24 @@ class Journal(ABC):
 
 
 class JournalCalls:
-    """Calls a journal's methods in worker threads, one at a time, each with an end.
+    """Calls a journal's methods in a daemon thread of its own, in the order in which they are asked for, each with an end.
 
-    A call that is given up goes on in its thread. None comes after it, but for the closing, which its thread does when it ends.
+    A call that is given up goes on in the thread. The thread then closes the journal, and nothing else is asked of it.
     """
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
         self._pid = os.getpid()
-        self._limiter = CapacityLimiter(1)
-        self._lock = threading.Lock()
-        self._call: object | None = None
-        self._begun = False
+        self._asked: SimpleQueue[tuple[Callable[[], Any], Ticket[Any]] | None] = SimpleQueue()
+        self._last: Ticket[Any] = Ticket()
+        self._thread: OwnThread[None] | None = None
         self._is_held = False
-        self._let_go = False
         self._unusable = ""
 
     @property
     def is_busy(self) -> bool:
-        """Whether a call is under way, given up or not, so that nothing else may be asked of the journal."""
-        return self._call is not None
+        """True until the journal is closed, and its last call has ended."""
+        return self._thread is not None and not self._thread.done
 
     def check(self) -> None:
         """Raise :class:`JournalError` once a call was given up, and in a forked child."""
@@ -110,6 +108,10 @@ class JournalCalls:
 
     async def open(self) -> None:
         """:meth:`Journal.open`."""
+        try:
+            self._thread = OwnThread(self._work, f"mainspring {self._journal.name}")
+        except RuntimeError as error:
+            raise JournalError(f"{self._journal.name}: no thread can be started for it: {error}") from error
         await self._ask(self._open, "try again later")
 
     async def entries(self) -> Entries:
@@ -118,7 +120,7 @@ class JournalCalls:
         return found
 
     async def read(self, entries: Entries, most: int) -> list[bytes]:
-        """The next ones of ``entries``, from :meth:`entries`; none at their end."""
+        """Return the next ones of ``entries``, from :meth:`entries`; none at their end."""
         found: list[bytes] = await self._ask(partial(entries.take, most), "try again later")
         return found
 
@@ -140,93 +142,52 @@ class JournalCalls:
 
         If a call is still under way, its thread closes the journal afterwards, and this returns at once.
         """
-        call = self._begin(let_go=True)
-        if call is None:
+        if self._thread is None:
             return
-        try:
-            with anyio.CancelScope(shield=True, deadline=anyio.current_time() + timeout), real_work():
-                await to_thread.run_sync(self._run, call, self._close, abandon_on_cancel=True, limiter=self._limiter)
-        except RuntimeError:
-            if not self._withdraw(call):
-                raise
-            self._named(self._close)  # no thread can be started, and it would be locked as long as the process lives
-        else:
-            if self._withdraw(call):
-                self._named(self._close)  # nor has one become free
+        if not self._last.is_ready:
+            self._put(self._close_unwatched)
+            self._asked.put(None)
+            return
+        closing = self._put(self._close)
+        self._asked.put(None)
+        with real_work():
+            await self._thread.wait_ended(timeout)
+        if closing.is_ready:
+            closing.wait_sync()  # raises what it failed with; it does not block
 
     async def _ask(self, fn: Callable[[], Any], otherwise: str) -> Any:
-        """``fn()`` in a worker thread. Cancelled, it leaves the thread to itself.
+        """Call ``fn()`` in the thread. Cancelled, it leaves the thread to itself.
 
         :raises JournalError: it cannot be done; or it has taken longer than :attr:`Journal.timeout`, now or before.
         """
         self.check()
-        call = self._begin()
-        given_up, timeout = False, self._journal.timeout
+        timeout, answer = self._journal.timeout, self._put(fn)
+        with real_work(), anyio.move_on_after(timeout):
+            return await answer.wait()
+        self._unusable = f"{self._journal.name} has not answered within {timeout:g} s; {otherwise}"
+        raise JournalError(self._unusable)
+
+    def _put(self, fn: Callable[[], Any]) -> Ticket[Any]:
+        self._last = ticket = Ticket[Any](self._journal.name)
+        self._asked.put((fn, ticket))
+        return ticket
+
+    # ---------------------------------------------------------------------------------------------------- in the thread
+
+    def _work(self) -> None:
+        while (asked := self._asked.get()) is not None:
+            self._answer(*asked)
+
+    def _answer(self, fn: Callable[[], Any], ticket: Ticket[Any]) -> None:
+        """Answer with the result of ``fn()``. Whatever it raises, an exit too, is the journal's error, and no other's."""
         try:
-            with real_work(), anyio.move_on_after(timeout):
-                return await to_thread.run_sync(self._run, call, fn, abandon_on_cancel=True, limiter=self._limiter)
-            given_up = True
-        except RuntimeError as error:  # no thread can be started
-            raise JournalError(f"{self._journal.name}: {describe(error)}") from error
-        finally:
-            if not self._withdraw(call) and given_up:
-                self._unusable = f"{self._journal.name} has not answered within {timeout:g} s; {otherwise}"
-        self.check()
-        raise JournalError(f"{self._journal.name}: no thread could be had for it within {timeout:g} s")
-
-    def _begin(self, *, let_go: bool = False) -> object | None:
-        """The next call; None where it is to let go, and one under way will do it when it ends."""
-        with self._lock:
-            if self._call is None:
-                self._call = object()
-                return self._call
-            self._let_go = self._let_go or let_go
-        if let_go:
-            return None
-        raise JournalError(f"{self._journal.name}: a call of it has not ended; open the session anew")
-
-    def _withdraw(self, call: object) -> bool:
-        """Make nothing of a call that no thread has begun; whether that is so."""
-        with self._lock:
-            if self._call is not call or self._begun:
-                return False
-            self._call = None
-            return True
-
-    # ------------------------------------------------------------------------------------------------- in worker threads
-
-    def _run(self, call: object, fn: Callable[[], Any]) -> Any:
-        with self._lock:
-            if self._call is not call:
-                return None  # withdrawn
-            self._begun = True
-        try:
-            return self._named(fn)
-        finally:
-            with self._lock:
-                let_go = self._let_go
-                if not let_go:
-                    self._call, self._begun = None, False
-            if let_go:
-                self._close_at_last()
-
-    def _named(self, fn: Callable[[], Any]) -> Any:
-        """``fn()``. Whatever it raises, an exit too, is the journal's error, and no other's."""
-        try:
-            return fn()
-        except MainspringError:
-            raise
+            ticket.offer(fn())
+        except MainspringError as error:
+            ticket.offer_error(error)
         except BaseException as error:
-            raise JournalError(f"{self._journal.name}: {describe(error)}") from error
-
-    def _close_at_last(self) -> None:
-        try:
-            self._close()
-        except Exception as error:  # no caller waits for it
-            log_error("%s could not be closed", self._journal.name, error)
-        finally:
-            with self._lock:
-                self._call, self._begun = None, False
+            failed = JournalError(f"{self._journal.name}: {describe(error)}")
+            failed.__cause__ = error
+            ticket.offer_error(failed)
 
     def _open(self) -> None:
         self._journal.open()
@@ -236,6 +197,12 @@ class JournalCalls:
         if self._is_held:
             self._is_held = False
             self._journal.close()
+
+    def _close_unwatched(self) -> None:
+        try:
+            self._close()
+        except Exception as error:  # no caller waits for it
+            log_error("%s could not be closed", self._journal.name, error)
 
 
 class Entries:
