@@ -49,9 +49,7 @@ def test_a_budget_is_a_value():
 @pytest.mark.parametrize("name", ["max_total_tokens", "max_input_tokens", "max_output_tokens"])
 @pytest.mark.parametrize("value", [-1, 1.5, "3", True, math.inf])
 def test_token_limits_are_whole_numbers(name, value):
-    with pytest.raises(
-        InvalidParameterError, match=f"Budget: {name} must be a whole number from 0 to 1E\\+100, or None"
-    ):
+    with pytest.raises(InvalidParameterError, match=f"Budget: {name} must be a whole number from 0, or None"):
         Budget(**{name: value})
 
 
@@ -61,17 +59,6 @@ def test_a_cost_is_a_number(value):
         Budget(max_cost=value)
     with pytest.raises(InvalidParameterError, match="add: cost must be a number from 0"):
         BudgetTracker(Budget()).add(cost=value)
-
-
-@pytest.mark.parametrize("cost", [Decimal("9E+999999"), Decimal("1E+100"), 10**200])
-def test_a_cost_beyond_all_sums_is_refused(cost):
-    tracker = BudgetTracker(Budget(max_cost=1))
-    for _ in range(2):
-        with pytest.raises(InvalidParameterError, match=r"add: cost must be below 1E\+100"):
-            tracker.add(cost=cost)
-    assert tracker.used == Usage()
-    with pytest.raises(InvalidParameterError, match="no state of a tracker"):
-        BudgetTracker(Budget(), {**tracker.state, "cost": "9E+999999"})
 
 
 def test_a_naive_deadline_is_refused():
@@ -236,19 +223,6 @@ def test_a_child_that_is_forked_while_a_thread_adds_can_add():
         sys.setswitchinterval(interval)
         for thread in threads:
             thread.join()
-
-
-@pytest.mark.parametrize("huge", [10**100 + 1, 10**5_000], ids=["a googol and one", "no digits"])
-def test_tokens_that_nothing_can_be_asked_for_with(huge):
-    tracker = BudgetTracker(Budget(max_total_tokens=5))
-    for name in ("input_tokens", "output_tokens", "total_tokens"):
-        with pytest.raises(InvalidParameterError, match=f"add: {name} must be a whole number from 0 to 1E"):
-            tracker.add(**{name: huge})
-    assert tracker.used == Usage()
-    for name in ("max_total_tokens", "max_input_tokens", "max_output_tokens"):
-        with pytest.raises(InvalidParameterError, match=f"Budget: {name} must be a whole number from 0 to 1E"):
-            Budget(**{name: huge})
-    assert Budget(max_cost=huge).max_cost == huge, "which nothing that is added reaches"
 
 
 GOOD = {"version": 1, "input_tokens": 1, "output_tokens": 2, "total_tokens": 3, "cost": "0.5"}

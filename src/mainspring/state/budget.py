@@ -12,19 +12,13 @@ from typing import Any
 from mainspring.core.process import identity, shared
 from mainspring.errors import BudgetExceededError, InvalidParameterError, UnknownVersionError
 from mainspring.runtime.deadline import Deadline
-from mainspring.validation import is_whole, shown
+from mainspring.validation import is_whole
 
 VERSION = 1
 """Of the JSON that a tracker's state is."""
 
 DIGITS = 100
 """To how many of them costs are added up exactly."""
-
-MOST_COST = Decimal(f"1E+{DIGITS}")
-"""Below this is what one call can cost: whatever is added up of such costs is a number that can be kept and printed."""
-
-MOST_TOKENS = 10**DIGITS
-"""The same of tokens."""
 
 _LIMITS = {
     "max_total_tokens": "total_tokens",
@@ -69,10 +63,8 @@ class Budget:
             "max_output_tokens": max_output_tokens,
         }
         for name, value in tokens.items():
-            if value is not None and not _is_count(value):
-                raise InvalidParameterError(
-                    f"Budget: {name} must be a whole number from 0 to 1E+{DIGITS}, or None, not {shown(value)}"
-                )
+            if value is not None and not is_whole(value, 0):
+                raise InvalidParameterError(f"Budget: {name} must be a whole number from 0, or None, not {value!r}")
         cost = None if max_cost is None else _exact("Budget: max_cost", max_cost)
         for name, limit in {"deadline": deadline, **tokens, "max_cost": cost}.items():
             object.__setattr__(self, name, limit)
@@ -147,19 +139,14 @@ class BudgetTracker:
 
         :param total_tokens: where it is not the sum of the two: some models count more.
         :raises BudgetExceededError: it is more than the budget allows. It is counted nevertheless: it was used.
-        :raises InvalidParameterError: a figure is negative or no number, or a cost from 1E+100; nothing is counted.
+        :raises InvalidParameterError: a figure is negative or no number; nothing is counted.
         """
         given = {"input_tokens": input_tokens, "output_tokens": output_tokens, "total_tokens": total_tokens}
         for name, value in given.items():
-            if not _is_count(value) and not (name == "total_tokens" and value is None):
-                raise InvalidParameterError(
-                    f"add: {name} must be a whole number from 0 to 1E+{DIGITS}, not {shown(value)}"
-                )
+            if not is_whole(value, 0) and not (name == "total_tokens" and value is None):
+                raise InvalidParameterError(f"add: {name} must be a whole number from 0, not {value!r}")
         whole = input_tokens + output_tokens if total_tokens is None else total_tokens
-        exact = _exact("add: cost", cost)
-        if exact >= MOST_COST:
-            raise InvalidParameterError(f"add: cost must be below {MOST_COST}, not {exact:.3E}")
-        more = Usage(input_tokens, output_tokens, whole, exact)
+        more = Usage(input_tokens, output_tokens, whole, _exact("add: cost", cost))
         if self._process is not identity():
             self._belong_here()
         with self._lock:
@@ -221,11 +208,7 @@ def _exact(what: str, value: Any) -> Decimal:
             exact = Decimal("NaN")
         if exact.is_finite() and exact >= 0:
             return exact
-    raise InvalidParameterError(f"{what} must be a number from 0, not {shown(value)}")
-
-
-def _is_count(value: Any) -> bool:
-    return is_whole(value, 0) and value <= MOST_TOKENS
+    raise InvalidParameterError(f"{what} must be a number from 0, not {value!r}")
 
 
 def _restored(state: Any) -> Usage:
@@ -234,14 +217,11 @@ def _restored(state: Any) -> Usage:
             f"BudgetTracker: the state is of version {state['version']}, and this release knows {VERSION}; upgrade it"
         )
     try:
-        if state["version"] != VERSION:
-            raise ValueError
-        found = Usage(state["input_tokens"], state["output_tokens"], state["total_tokens"], Decimal(state["cost"]))
+        tokens = state["input_tokens"], state["output_tokens"], state["total_tokens"]
+        cost = Decimal(state["cost"])
+        known = state["version"] == VERSION and all(is_whole(value, 0) for value in tokens)
+        if known and cost.is_finite() and cost >= 0:
+            return Usage(*tokens, cost)
     except (TypeError, KeyError, ValueError, InvalidOperation):
-        raise InvalidParameterError(f"BudgetTracker: this is no state of a tracker: {state!r}") from None
-    tokens = (found.input_tokens, found.output_tokens, found.total_tokens)
-    if not all(is_whole(value, 0) and value <= MOST_TOKENS**2 for value in tokens) or not (
-        found.cost.is_finite() and 0 <= found.cost < MOST_COST**2
-    ):
-        raise InvalidParameterError(f"BudgetTracker: this is no state of a tracker: {state!r}")
-    return found
+        pass
+    raise InvalidParameterError(f"BudgetTracker: this is no state of a tracker: {state!r}")

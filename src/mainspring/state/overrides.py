@@ -71,8 +71,7 @@ class Index:
             return None
         try:
             data = from_json(raw)
-            versions, current = data["versions"], data["current"]
-            before = data["before"] if "before" in data else list(range(current))  # an earlier release did not keep it
+            versions, current, before = data["versions"], data["current"], data["before"]
             for found in versions:
                 datetime.fromisoformat(found["written_at"])
                 if not (_HASH.fullmatch(found["sha256"]) and all(isinstance(tag, str) for tag in found["tags"])):
