@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import suppress
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import typer
 
-from mainspring.cli.times import seconds
 from mainspring.cli.user_errors import FAILED, UserError, say
-from mainspring.core import clock
 from mainspring.mailbox.open import open_mailbox
 from mainspring.redaction import without_secrets
 
@@ -33,21 +30,18 @@ WIDTH = 160
 class Choice:
     """Which dead letters are meant: those named, all, or those that fit every filter."""
 
-    ids: tuple[str, ...] = ()
-    everything: bool = False
-    error_type: str | None = None
-    since: str | None = None
-    match: str | None = None
-    older_than: str | None = None
+    ids: Sequence[str]
+    everything: bool
+    error_type: str | None
+    since: datetime | None
+    older_than: datetime | None
+    match: str | None
 
     @property
     def filtered(self) -> bool:
-        """Whether there is a filter."""
-        return any(given is not None for given in self._filters)
-
-    @property
-    def _filters(self) -> tuple[str | None, ...]:
-        return self.error_type, self.since, self.match, self.older_than
+        """True if there is a filter."""
+        filters = (self.error_type, self.since, self.older_than, self.match)
+        return any(given is not None for given in filters)
 
     def check(self, verb: str) -> None:
         """Raise :class:`UserError` unless it says, in one way, what is meant."""
@@ -56,17 +50,16 @@ class Choice:
                 f"dead {verb}: say which: ids, or --all, or filters (--error, --since, --older-than, --match), and only one of"
                 " these"
             )
-        said = (*self.ids, *self._filters)
+        said = (*self.ids, self.error_type, self.match)
         if any(text is not None and not text.strip() for text in said):  # as of a shell variable that is not set
             raise UserError(f"dead {verb}: an id or a filter is empty; say which dead letters are meant, or --all")
 
     def filter(self) -> Callable[[DeadLetter], bool]:
-        """Whether a dead letter fits the filters."""
-        after = None if self.since is None else _instant("--since", self.since)
-        until = None if self.older_than is None else _instant("--older-than", self.older_than)
+        """Return a function that says whether a dead letter fits the filters."""
+        after, until = self.since, self.older_than
         if after is not None and until is not None and until < after:
             raise UserError(
-                f"no time is since {self.since} and older than {self.older_than}: --since must be the longer ago"
+                f"no time is since {_date(after)} and before {_date(until)}: --since must be the longer ago"
             )
         kind, text = self.error_type, None if self.match is None else self.match.casefold()
 
@@ -222,12 +215,12 @@ def _open(url: str) -> Mailbox[Any, Any]:
 
 
 def _with(mailbox: Mailbox[Any, Any], act: Callable[[Mailbox[Any, Any]], Awaitable[Any]]) -> Any:
-    """What ``act`` makes of the mailbox, which is open meanwhile. To open one of a mistyped name would make it."""
+    """Return what ``act`` makes of the open mailbox. A mistyped name is refused, since opening its mailbox would make it."""
 
     async def run() -> Any:
         if not await mailbox.exists():
             raise UserError(
-                f"there is no mailbox {mailbox.address}; nobody has opened one of this name: check it", FAILED
+                f"there is no mailbox {mailbox.address}; none of this name was ever opened: check it", FAILED
             )
         async with mailbox:
             return await act(mailbox)
@@ -239,7 +232,7 @@ def _with(mailbox: Mailbox[Any, Any], act: Callable[[Mailbox[Any, Any]], Awaitab
 
 
 def _summary(letter: DeadLetter) -> dict[str, Any]:
-    """A dead letter for JSON, without what is long."""
+    """Return a dead letter for JSON, without what is long."""
     found = _whole(letter)
     del found["traceback"], found["history"]
     return found
@@ -276,7 +269,7 @@ def _line(letter: DeadLetter) -> str:
 
 
 def _searched(letter: DeadLetter) -> Iterator[str]:
-    """The texts of a dead letter that ``--match`` looks into; a header is written as it is sent, ``KEY=VALUE``."""
+    """Yield the texts of a dead letter that ``--match`` looks into. A header is written as it is sent, ``KEY=VALUE``."""
     yield letter.error
     yield _body_text(letter)
     for key, value in letter.headers.items():
@@ -284,36 +277,16 @@ def _searched(letter: DeadLetter) -> Iterator[str]:
 
 
 def _body_text(letter: DeadLetter) -> str:
-    """The body as one line of JSON, or what the store held where that is none."""
+    """Return the body as one line of JSON, or what the store held if that is none."""
     if letter.body is None and isinstance(letter.raw, bytes):
         return letter.raw.decode(errors="backslashreplace")
     return json.dumps(letter.body, ensure_ascii=False)
 
 
 def _printable(text: str, *, keep: str = "") -> str:
-    """``text`` without what a terminal would obey: errors and bodies come from anywhere."""
+    """Return ``text`` without what a terminal would obey: errors and bodies come from anywhere."""
     return "".join(char if char.isprintable() or char in keep else repr(char)[1:-1] for char in text)
 
 
 def _date(instant: datetime) -> str:
     return instant.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%SZ")
-
-
-def _instant(option: str, text: str) -> datetime:
-    """The instant so long ago (``24h``), or that is a date (ISO 8601; without a zone it is UTC)."""
-    try:
-        found = datetime.fromisoformat(text)
-    except ValueError:
-        return clock.utc_now() - timedelta(seconds=_age(option, text))
-    return found if found.tzinfo is not None else found.replace(tzinfo=UTC)
-
-
-def _age(option: str, text: str) -> float:
-    with suppress(typer.BadParameter):
-        return seconds(text)
-    raise UserError(f"{option} {text!r} is no time ago; write for example 30m, 24h, 7d, or a date")
-
-
-def choice_of(ids: Sequence[str] | None, everything: bool, *filters: str | None) -> Choice:
-    """The choice that the command line makes."""
-    return Choice(tuple(ids or ()), everything, *filters)

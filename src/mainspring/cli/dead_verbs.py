@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Annotated
 
 import typer
+
+from mainspring.cli.times import ago
 
 dead = typer.Typer(
     name="dead",
@@ -21,12 +24,17 @@ _ErrorType = Annotated[
     typer.Option("--error", "--error-type", metavar="NAME", help="Those that died of an error of this type."),
 ]
 _Since = Annotated[
-    str | None, typer.Option(metavar="TIME", help="Those that died since: 30m, 24h, 7d ago, or a date (ISO 8601, UTC).")
+    datetime | None,
+    typer.Option(
+        metavar="TIME", parser=ago, help="Those that died since: 30m, 24h, 7d ago, or a date (ISO 8601, UTC)."
+    ),
 ]
 _OlderThan = Annotated[
-    str | None,
+    datetime | None,
     typer.Option(
-        metavar="TIME", help="Those that died before: 30d, 24h ago, or a date. With --since: those between the two."
+        metavar="TIME",
+        parser=ago,
+        help="Those that died before: 30d, 24h ago, or a date. With --since: those between the two.",
     ),
 ]
 _Match = Annotated[
@@ -47,9 +55,9 @@ def list_(
     as_json: _Json = False,
 ) -> int:
     """List dead letters, a line each, and say how many there are."""
-    from mainspring.cli.dead import choice_of, list_dead
+    from mainspring.cli.dead import Choice, list_dead
 
-    return list_dead(url, choice_of(None, False, error_type, since, match, older_than), limit, as_json)
+    return list_dead(url, Choice((), False, error_type, since, older_than, match), limit, as_json)
 
 
 @dead.command(epilog="Example: `mainspring dead show 'sqlite:///jobs.db?name=emails' 3f2a…`")
@@ -79,9 +87,9 @@ def replay(
 
     The exit status is 1 where an id is none of a dead letter.
     """
-    from mainspring.cli.dead import choice_of, replay_dead
+    from mainspring.cli.dead import Choice, replay_dead
 
-    return replay_dead(url, choice_of(ids, everything, error_type, since, match, older_than), as_json)
+    return replay_dead(url, Choice(ids or (), everything, error_type, since, older_than, match), as_json)
 
 
 @dead.command(epilog="Example: `mainspring dead purge 'sqlite:///jobs.db?name=emails' --all --yes`")
@@ -100,6 +108,6 @@ def purge(
 
     The exit status is 1 where an id is none of a dead letter.
     """
-    from mainspring.cli.dead import choice_of, purge_dead
+    from mainspring.cli.dead import Choice, purge_dead
 
-    return purge_dead(url, choice_of(ids, everything, error_type, since, match, older_than), yes, as_json)
+    return purge_dead(url, Choice(ids or (), everything, error_type, since, older_than, match), yes, as_json)

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from mainspring.mailbox.mailbox import Mailbox
 
 CHUNK = 1_000
-_WHOLE_DOCUMENT = 16 * 2**20  # up to here, a file that is no JSON lines is tried as one JSON document
 
 
 def send_bodies(
@@ -81,7 +80,7 @@ def _print(name: str, ids: list[str], as_json: bool) -> None:
 
 
 def parse_headers(pairs: Iterable[str]) -> dict[str, str]:
-    """``KEY=VALUE`` strings to a dictionary."""
+    """Return ``KEY=VALUE`` strings as a dictionary."""
     headers = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
@@ -105,7 +104,7 @@ def parse_arguments(arguments: Sequence[str]) -> list[Any]:
 
 
 def read_bodies(lines: IO[bytes], name: str) -> tuple[Iterator[Any], int]:
-    """Check a seekable file of JSON lines (or of one JSON document); its bodies, parsed again as they are read, and how many.
+    """Check a seekable file of JSON lines. Return its bodies, parsed again as they are read, and how many there are.
 
     Two passes keep the memory small and send nothing of a file that has a bad line.
     """
@@ -116,28 +115,18 @@ def read_bodies(lines: IO[bytes], name: str) -> tuple[Iterator[Any], int]:
         try:
             _parse(line)
         except ValueError as error:
-            document = _whole_document(lines)
-            if document is not None:
-                return iter(document), 1
-            raise UserError(f"line {number} of {name} is no JSON ({error}); nothing was sent") from None
+            raise UserError(
+                f"line {number} of {name} is no JSON ({error}); nothing was sent. Each body stands on one line, as `jq -c .`"
+                " writes it"
+            ) from None
         count += 1
     lines.seek(0)
     # What is appended to the file meanwhile was not checked.
     return islice((json.loads(line) for line in lines if line.strip()), count), count
 
 
-def _whole_document(lines: IO[bytes]) -> list[Any] | None:
-    """The file as one JSON document over several lines, in a list, or None where it is none."""
-    lines.seek(0)
-    text = lines.read(_WHOLE_DOCUMENT + 1)
-    try:
-        return [_parse(text)] if len(text) <= _WHOLE_DOCUMENT else None
-    except ValueError:
-        return None
-
-
 def _parse(text: str | bytes) -> Any:
-    """``text`` as JSON that can be sent: a :class:`ValueError` where it is none, or where a mailbox could not keep it."""
+    """Return ``text`` as JSON. Raise :class:`ValueError` if it is none, or if a mailbox could not keep it."""
     try:
         value = json.loads(text, parse_constant=_no_constant, parse_float=_finite)
         json.dumps(value, ensure_ascii=False).encode()
@@ -180,7 +169,7 @@ def _input(file: str | None) -> IO[bytes]:
 
 
 def _spooled(stream: IO[bytes]) -> IO[bytes]:
-    """All of a stream, in a file that can be read twice."""
+    """Return all of a stream as a file that can be read twice."""
     spool = TemporaryFile()  # noqa: SIM115 - the caller closes it
     try:
         while block := stream.read(1 << 20):

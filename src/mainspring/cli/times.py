@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 
 import typer
 
@@ -36,3 +36,17 @@ def instant(text: str) -> datetime:
             " 2026-01-10T09:00:00+01:00"
         )
     return found
+
+
+def ago(text: str) -> datetime:
+    """Return the instant so long ago (``"24h"``), or of a date (ISO 8601, UTC without a zone); for options (``parser=ago``)."""
+    from mainspring.core import clock
+
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError:
+        try:
+            found = clock.utc_now() - timedelta(seconds=seconds(text))
+        except typer.BadParameter:
+            raise typer.BadParameter(f"{text!r} is no time ago; write for example 30m, 24h, 7d, or a date") from None
+    return found if found.tzinfo is not None else found.replace(tzinfo=UTC)

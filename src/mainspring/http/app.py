@@ -11,7 +11,7 @@ import os
 import re
 from email.utils import format_datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
@@ -40,21 +40,14 @@ if TYPE_CHECKING:
 _FILE = Path(__file__).with_name("dashboard.html")
 
 
-class Page(NamedTuple):
-    """The page, and its ``Content-Security-Policy``: its own script and style by their hashes, requests to its own origin."""
-
-    html: str
-    policy: str
-
-
-def page() -> Page:
-    """The page as it is shipped."""
+def _dashboard() -> Response:
+    """Return the page as it is shipped. Its policy allows its own script and style, by their hashes, and its own origin."""
     html = _FILE.read_text(encoding="utf-8")
     policy = (
         f"default-src 'none'; script-src {_hash(html, 'script')}; style-src {_hash(html, 'style')}; connect-src 'self';"
         " img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
-    return Page(html, policy)
+    return HTMLResponse(html, headers={"content-security-policy": policy})
 
 
 def _hash(html: str, tag: str) -> str:
@@ -101,7 +94,7 @@ def health_app(
     admin_token: str | None = None,
     loopback: bool = True,
 ) -> Starlette:
-    """The app that answers for ``source``: stand-alone on a listener of its own, or mounted in another app.
+    """Return the app that answers for ``source``: stand-alone on a listener of its own, or mounted in another app.
 
     :param metrics: what ``/metrics`` renders. None makes them: the group's, counted from this call on, and behind them those of
         the application in the default registry of ``prometheus_client``.
@@ -169,12 +162,12 @@ class _Views:
         return _Json(tree)
 
     async def _ask_around(self) -> Sequence[MailboxStatus]:
-        """Ask checks and mailboxes; what the status then says of the checks is fresh."""
+        """Ask checks and mailboxes, so that what the status then says of the checks is fresh."""
         await self._source.refresh_checks()
         return await self._depths.read()
 
     def act(self, act: Callable[[], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-        """The endpoint of an act: it is done for those who may."""
+        """Return the endpoint of an act, which is refused if the client may not do it."""
 
         async def endpoint(request: Request) -> Response:
             return refusal(request, self._token, loopback=self._loopback) or await act()
@@ -208,8 +201,7 @@ class _Views:
         return _Json({"status": what, "group": status.name, "state": str(status.state)}, code)
 
     async def dashboard(self, _: Request) -> Response:
-        shown = page()
-        return HTMLResponse(shown.html, headers={"content-security-policy": shown.policy})
+        return _dashboard()
 
 
 def _probe(status: GroupStatus, well: bool, **more: Any) -> Response:
@@ -249,7 +241,7 @@ def _line(text: str, status: int, **headers: str) -> Response:
 
 
 def refusal(request: Request, token: str, *, loopback: bool) -> Response | None:
-    """Why this request may not act, as a response of one line, or None where it may."""
+    """Return why this request may not act, as a response of one line, or None if it may."""
     given = _bearer(request)
     if given is not None and token:
         if hmac.compare_digest(given, token.encode()):
@@ -270,7 +262,7 @@ def _bearer(request: Request) -> bytes | None:
 
 
 def _from_a_foreign_page(request: Request) -> bool:
-    """Whether a browser sends this on behalf of a page that is not ours.
+    """True if a browser sends this on behalf of a page that is not ours.
 
     A listener on loopback asks for no token, yet any web page can have the operator's browser post to 127.0.0.1 (CSRF), and
     a site whose name resolves to 127.0.0.1 can even do so as "same origin" (DNS rebinding). Browsers give both away: they

@@ -19,9 +19,11 @@ if TYPE_CHECKING:
 
 
 async def start(group: Source, scope: DaemonScope, host: str, port: int) -> str:
-    """Serve ``group`` on ``host`` and ``port`` as a daemon of ``scope``; the URL at which it is reached.
+    """Serve ``group`` on ``host`` and ``port`` as a daemon of ``scope``. Return the URL at which it is reached.
 
-    Raises :class:`ConfigError` where the address cannot be had. The metrics count while the server runs.
+    The metrics count while the server runs.
+
+    :raises ConfigError: the server cannot listen on the address.
     """
     sock = await listen(host, port)
     if "KUBERNETES_SERVICE_HOST" in os.environ and sock.family != socket.AF_UNIX and is_loopback(sock):
