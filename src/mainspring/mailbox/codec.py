@@ -95,7 +95,7 @@ class Codec:
 
     def check(self, body: Any) -> None:
         """Raise :class:`SerializationError` unless ``body`` is of the type, as it is."""
-        if self._validated(body) is body:
+        if type(body) is self._plain or self._validated(body) is body:
             return
         try:  # pydantic has made a new object, perhaps of another type: a model, for a dict in a list of them
             self._adapter.serializer.to_python(body, warnings="error")

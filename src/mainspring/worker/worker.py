@@ -381,16 +381,18 @@ class Worker:
             if scope.cancel_called:
                 delivery.decision = decision
                 return
-            goes_on = self._joined and self._backlog and self._real_clock() < self._turn_ends
-            if decision is DONE and (goes_on or self._completion.done) and delivery.message.settlement is None:
-                self._completion.done.append(delivery)
-                delivery = slot.delivery = None
-                if not goes_on:
-                    await self._acknowledge(scope)
+            ends_well = decision is DONE and delivery.message.settlement is None
+            if ends_well and self._joined and self._backlog and self._real_clock() < self._turn_ends:
+                self._completion.done.append(delivery)  # it is acknowledged with those that follow
             else:
-                await self._completion.finish(delivery, decision)
-            if scope.cancel_called:  # just as the mailbox answered
-                return
+                if ends_well and self._completion.done:
+                    self._completion.done.append(delivery)
+                    delivery = slot.delivery = None
+                    await self._acknowledge(scope)
+                else:
+                    await self._completion.finish(delivery, decision)
+                if scope.cancel_called:  # just as the mailbox answered
+                    return
             decision = DONE  # an error's traceback holds all that the handler has made
             delivery = slot.delivery = None
             delivery = slot.delivery = await self._next_delivery(scope, busy=True)
@@ -413,9 +415,9 @@ class Worker:
                     return None
             if self._backlog:
                 delivery = self._backlog.popleft()
-                most = 2 if not busy else 0 if self._waking else 1
-                for _ in range(min(most, len(self._backlog) + bool(self._completion.done))):
-                    self._wake_slot()
+                if not (busy and self._waking):
+                    for _ in range(min(1 if busy else 2, len(self._backlog) + bool(self._completion.done))):
+                        self._wake_slot()
                 return delivery
             if self._ending:
                 return None

@@ -16,7 +16,7 @@ from anyio.lowlevel import current_token
 from typing_extensions import TypeVar
 
 from mainspring.core import clock, process, random
-from mainspring.errors import ConfigError, MailboxClosedError, ReplyNotAvailableError
+from mainspring.errors import ConfigError, MailboxClosedError, ReceiptHandleExpiredError, ReplyNotAvailableError
 from mainspring.mailbox.backend import TRANSIENT, Backend, Capabilities, MailboxStatistics
 from mainspring.mailbox.mailbox import Mailbox
 from mainspring.mailbox.memory.queue import MemoryQueue, QueuedMessage
@@ -252,6 +252,17 @@ class MemoryBackend(Backend):
             if dead.reply is not None:
                 self._send_reply_to(store, delivery, dead.reply, now)
             queue.dead_letter(delivery, now, dead)
+
+    async def acknowledge_many(self, deliveries: list[Delivery]) -> dict[int, Exception]:
+        store = self._here()
+        now = store.clock()
+        refused: dict[int, Exception] = {}
+        for number, delivery in enumerate(deliveries):
+            try:
+                store.queue.acknowledge(delivery, now)
+            except ReceiptHandleExpiredError as error:
+                refused[number] = error
+        return refused
 
     def _send_reply_to(self, store: MemoryStore, delivery: Delivery, reply: Envelope, now: float) -> None:
         """Put a reply into the queue that it is for, while the lease is held."""
