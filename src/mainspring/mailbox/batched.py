@@ -621,7 +621,8 @@ class BatchedBackend(CommandBackend):
 
     def sweep_in(self, seconds: float) -> None:
         """Let the sweep timer go off in ``seconds`` at the latest: something may be due then."""
-        self._sweeper.wake_by(self._now() + seconds)
+        if (when := self._now() + seconds) < self._sweeper.due:
+            self._sweeper.wake_by(when)
 
     async def claim(self, max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> list[Delivery]:
         if not wait_time_seconds:

@@ -365,7 +365,8 @@ class Batches:
             while (call := self._call or next(self._calls, None)) is not None:
                 if self._call is None:
                     self._call, self._asked_at = call, self._now()
-                    self.watch.wake_by(self._asked_at + self._timeout)
+                    if self._asked_at + self._timeout < self.watch.due:
+                        self.watch.wake_by(self._asked_at + self._timeout)
                 due, then, dropped = call.take(await self._client.call(call))
                 self._call = None
                 self.clock_offset = self._asked_at - then / MICRO
