@@ -118,7 +118,8 @@ class WaitingReceives:
         :meth:`fail_all`.
         """
         receive = WaitingReceive(visible, deadline)
-        self.alarm.wake_by(deadline)
+        if deadline < self.alarm.due:
+            self.alarm.wake_by(deadline)
         self.line.append(receive)
         try:
             if self.signals == seen:
