@@ -297,8 +297,7 @@ class Client:
     async def _disconnect(self) -> None:
         channel, self._channel = self._channel, None
         if channel is not None:
-            with anyio.CancelScope(shield=True, deadline=anyio.current_time() + 1):
-                await channel.close()
+            await channel.close()
 
     @property
     def _place(self) -> str:

@@ -323,8 +323,8 @@ def _write_sends(call: FunctionCall, sends: Sequence[batched.Send]) -> None:
             break
     count = len(sends[0].envelopes) if len(sends) == 1 else len(sends)
     expires = 0 if first.expires_in is None else max(1, micros(first.expires_in))
-    call.arguments += ("send", count, -first.priority, micros(first.delay), expires)
-    call.arguments += (-1 if capacity is None else capacity, int(keyed))
+    most = -1 if capacity is None else capacity
+    call.arguments += ("send", count, -first.priority, micros(first.delay), expires, most, int(keyed))
     for send in sends:
         for envelope in send.envelopes:
             head = head_of(envelope) if envelope.headers or envelope.reply_to is not None else PLAIN
@@ -569,7 +569,7 @@ class FunctionCall:
     """One call of the library for the mailbox ``name``."""
 
     name: str
-    keys: list[bytes]
+    keys: tuple[bytes, ...]
     leased_at: float = 0.0
     """The instant (anyio's clock) just before the call."""
     waiter: Callable[[int], str] = lambda _: ""
@@ -600,9 +600,10 @@ class FunctionCall:
         An operation that failed on the server fails alone.
         """
         due, now, dropped, *failures = results[-1]
-        for number, message in zip(failures[::2], failures[1::2], strict=True):
-            for command in self.groups[number]:
-                command.error = MailboxConnectionError(f"the Redis server says: {message.decode('utf-8', 'replace')}")
+        for at in range(0, len(failures), 2):
+            text = failures[at + 1].decode("utf-8", "replace")
+            for command in self.groups[failures[at]]:
+                command.error = MailboxConnectionError(f"the Redis server says: {text}")
                 self.failed.append(command)
         for group, result in zip(self.groups, results, strict=False):
             if not failures or group[0].error is None:
@@ -623,14 +624,14 @@ def calls_for(
 
     The callers of one batch do not know of each other, so any order is right. Neighbours of one kind are written as one.
     """
-    call = FunctionCall(name, list(keys), leased_at, waiter)
+    call = FunctionCall(name, keys, leased_at, waiter)
     groups: Iterable[list[Command]] = [commands]
     if len(commands) > 1:
         groups = (list(alike) for _, alike in groupby(sorted(commands, key=_order), key=_kind))
     for group in groups:
         if len(call.arguments) >= MOST_ARGUMENTS:
             yield call
-            call = FunctionCall(name, list(keys), leased_at, waiter)
+            call = FunctionCall(name, keys, leased_at, waiter)
         OPERATIONS[type(group[0])].write(call, group)
         call.groups.append(group)
     yield call

@@ -208,8 +208,9 @@ class RedisConnection:
         return reply
 
     async def close(self) -> None:
-        """Close it without waiting for anything."""
-        await anyio.aclose_forcefully(self._stream)
+        """Close it without waiting for anything, also if the caller is cancelled."""
+        with anyio.CancelScope(shield=True, deadline=anyio.current_time() + 1):
+            await anyio.aclose_forcefully(self._stream)
 
 
 pack: Final[Callable[[tuple[Argument, ...]], bytes]] = hiredis.pack_command  # type: ignore[assignment]  # its stub knows tuples of one only
@@ -456,8 +457,7 @@ class SharedConnection:
             self.connector.connection = None
         for event in self.waiting:
             event.set()
-        with anyio.CancelScope(shield=True, deadline=anyio.current_time() + 1):
-            await self.connection.close()
+        await self.connection.close()
 
 
 class Channel:
@@ -564,10 +564,10 @@ class Channel:
         left = self._unsubscribed()
         if self._scope is not None:
             self._scope.cancel()
-        elif self._alone:
-            await shared.disconnect()
-        await shared.close_if_unused()
-        with suppress(*LOST):
+        with anyio.CancelScope(shield=True, deadline=anyio.current_time() + 1), suppress(*LOST):
+            if self._alone:
+                await shared.disconnect()
+            await shared.close_if_unused()
             for name in left:
                 if not shared.lost and name not in shared.subscribers:
                     await shared.write("SUNSUBSCRIBE", pack(("SUNSUBSCRIBE", name)))

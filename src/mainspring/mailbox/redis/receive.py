@@ -279,8 +279,7 @@ class Listener:
             finally:
                 self.live, self._channel = False, None
                 if channel is not None:
-                    with anyio.CancelScope(shield=True, deadline=anyio.current_time() + 1):
-                        await channel.close()
+                    await channel.close()
             self.leave(for_good=True)
             self._events.lost(self._silent)
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-import anyio
-
 from mainspring.core import process
 from mainspring.core.loggers import Logger
 from mainspring.errors import ConfigError, MailboxConnectionError
@@ -70,8 +68,7 @@ class Topology:
         try:
             connection.longest = await _longest(connection)
         except BaseException:
-            with anyio.CancelScope(shield=True, deadline=anyio.current_time() + 1):
-                await connection.close()
+            await connection.close()
             raise
         return connection
 
@@ -158,8 +155,7 @@ async def _is_primary(connection: RedisConnection) -> bool:
         primary = bool((await connection.call("ROLE"))[0] == b"master")
     finally:
         if not primary:
-            with anyio.CancelScope(shield=True, deadline=anyio.current_time() + 1):
-                await connection.close()
+            await connection.close()
     return primary
 
 
