@@ -68,7 +68,7 @@ def test_a_good_life(story: Story) -> None:
     second = story.claim("w1", attempt=2)
     story.done("w1", second)
     story.ledger.check(Counts(settled=1))
-    story.ledger.close(all_replies=True)
+    story.ledger.close()
     assert story.broken is None
     assert story.stopped == 0
 
@@ -274,7 +274,7 @@ def test_replies(story: Story) -> None:
     story.end(held)
     story.ledger.settled("w0", held, Ack(Envelope("r", b"1")))
     story.ledger.reply_seen("a")
-    story.ledger.close(all_replies=True)
+    story.ledger.close()
     assert story.broken is None
     story.ledger.reply_seen("a")
     assert story.broken == "replies"
@@ -290,7 +290,7 @@ def test_a_reply_that_is_missing(story: Story) -> None:
     story.begin("w0", held)
     story.end(held)
     story.ledger.settled("w0", held, Ack(Envelope("r", b"1")))
-    story.ledger.close(all_replies=True)
+    story.ledger.close()
     assert story.broken == "replies"
 
 

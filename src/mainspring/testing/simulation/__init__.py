@@ -21,7 +21,8 @@ by the run's seed and its name. So disabling one kind of fault does not move the
 
 from mainspring.testing.simulation.faults import Faults, PlannedFault
 from mainspring.testing.simulation.guards import RealWorldError
-from mainspring.testing.simulation.run import Simulation, SimulationReport, Violation, shrink, simulate
+from mainspring.testing.simulation.ledger import Violation
+from mainspring.testing.simulation.run import Simulation, SimulationReport, shrink, simulate
 
 __all__ = [
     "Faults",

@@ -52,14 +52,9 @@ class EventLog:
     def __iter__(self) -> Iterator[LogEntry]:
         return (LogEntry(*entry) for entry in self._entries)
 
-    def lines(self) -> list[str]:
-        """Return the entries as text, one line each."""
-        return [str(entry) for entry in self]
-
-    def of(self, messages: Iterable[str], most: int = 20) -> list[str]:
-        """Return the last ``most`` lines about ``messages``."""
-        wanted = set(messages)
-        return [str(LogEntry(*entry)) for entry in self._entries if entry[3] in wanted][-most:]
+    def last(self, most: int, message: str = "") -> tuple[str, ...]:
+        """Return the last ``most`` entries as text: those about ``message``, or all."""
+        return tuple(str(entry) for entry in self if entry.message == message or not message)[-most:]
 
 
 ENDINGS = {"returned": "ok", "failed": "failed", "cancelled": "cancelled", "died with its worker": "died"}

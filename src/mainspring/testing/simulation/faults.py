@@ -84,22 +84,18 @@ class Faults:
     @classmethod
     def none(cls) -> Self:
         """Return faults that never happen."""
-        return cls(**dict.fromkeys(cls.kinds, 0.0))
+        return cls.just()
 
     @classmethod
     def just(cls, **values: float) -> Self:
         """Return faults of the named kinds only: ``Faults.just(crash=4, slow_call=0.1)``."""
-        unknown = sorted(set(values) - set(cls.kinds))
-        if unknown:
-            raise _unknown(unknown[0])
+        _check_kinds(values)
         return cls(**{**dict.fromkeys(cls.kinds, 0.0), **values})
 
     def only(self, kinds: Iterable[str]) -> Self:
         """Return these faults, restricted to ``kinds``. An unknown kind is a :class:`ConfigError` that lists all kinds."""
         chosen = set(kinds)
-        unknown = sorted(chosen - set(self.kinds))
-        if unknown:
-            raise _unknown(unknown[0])
+        _check_kinds(chosen)
         return replace(self, **{name: 0.0 for name in self.kinds if name not in chosen})
 
     def times(self, factor: float) -> Self:
@@ -119,8 +115,10 @@ class Faults:
         return f"{name}({', '.join(f'{key}={value!r}' for key, value in values.items())})"
 
 
-def _unknown(kind: str) -> ConfigError:
-    return ConfigError(f"there are no faults of kind {kind!r}; there are {', '.join(Faults.kinds)}")
+def _check_kinds(kinds: Iterable[str]) -> None:
+    for kind in sorted(kinds):
+        if kind not in Faults.kinds:
+            raise ConfigError(f"there are no faults of kind {kind!r}; there are {', '.join(Faults.kinds)}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import sysconfig
 import threading
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import anyio
 import trio
@@ -67,7 +68,7 @@ class Guards:
                 (anyio.to_thread, "run_sync", "started a thread"),  # may reuse an idle thread, so that none is started
                 (trio.to_thread, "run_sync", "started a thread"),
             ):
-                stack.enter_context(_replaced(owner, name, self._forbidden(what, getattr(owner, name))))
+                stack.enter_context(patch.object(owner, name, self._forbidden(what, getattr(owner, name))))
             stack.enter_context(clock.real_sleep_replaced(self._forbidden("slept in real time", clock.real_sleep())))
             stack.enter_context(_quiet())
             if self._in_main_thread:
@@ -144,19 +145,6 @@ def _line_of(thread_id: int) -> str:
 
 def _leave(signum: int, frame: FrameType | None) -> None:
     raise _Blocked
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
-    before = owner.__dict__.get(name)
-    setattr(owner, name, replacement)
-    try:
-        yield
-    finally:
-        if before is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
 
 
 @contextmanager

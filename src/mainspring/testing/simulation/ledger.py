@@ -69,13 +69,23 @@ class Account:
 
 
 @dataclass(frozen=True, slots=True)
-class BrokenInvariant:
-    """An invariant that did not hold."""
+class Violation:
+    """A broken invariant: which one, at which virtual second, for which message, and the last events of that message."""
 
     rule: str
     text: str
     at: float
-    message: str = ""
+    message: str
+    history: tuple[str, ...] = ()
+    replay: str = ""
+
+    def __str__(self) -> str:
+        about = f" (message {self.message})" if self.message else ""
+        lines = [f"broken: {self.rule}{about} at virtual second {self.at:.3f}", f"  {self.text}"]
+        if self.history:
+            lines += ["the last events:", *(f"  {line}" for line in self.history)]
+        lines += ["to run it again:", f"  {self.replay}"]
+        return "\n".join(lines)
 
 
 class Ledger:
@@ -91,7 +101,7 @@ class Ledger:
     def __init__(self, log: EventLog, clock: Callable[[], float], stop: Callable[[], object]) -> None:
         self.max_attempts = 20
         self.max_crashes = 5
-        self.broken: BrokenInvariant | None = None
+        self.broken: Violation | None = None
         self.accounts: dict[str, Account] = {}
         self.last_progress = 0.0
         self._log = log
@@ -109,7 +119,7 @@ class Ledger:
     def fail(self, rule: str, text: str, message: str = "") -> None:
         """Record a broken invariant and stop the run. Only the first one counts."""
         if self.broken is None and self._log.closed_at is None:
-            self.broken = BrokenInvariant(rule, text, self._now(), message)
+            self.broken = Violation(rule, text, self._now(), message)
             self._log.add("ledger", f"BROKEN {rule}", message, text)
             self._stop()
 
@@ -356,12 +366,12 @@ class Ledger:
                 f"{len(self.accounts)} accepted: waiting, settled, dead are {mine}, the store says {theirs}",
             )
 
-    def close(self, *, all_replies: bool) -> None:
+    def close(self) -> None:
         """Check at the end of the run that nothing is outstanding."""
         for account in self.accounts.values():
             if account.state is MessageState.SETTLED and account.early is not None and not account.finished:
                 self.fail("work done", "it was acknowledged, and no handler has come to its end", account.label)
-            if all_replies and account.replies != account.seen_replies:
+            if account.replies != account.seen_replies:
                 told = f"{account.replies} replies were given, the requester saw {account.seen_replies}"
                 self.fail("replies", told, account.label)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -22,31 +22,12 @@ if TYPE_CHECKING:
     from mainspring.group.group import LoopGroup
     from mainspring.mailbox.mailbox import Mailbox
     from mainspring.testing.simulation.event_log import LogEntry
+    from mainspring.testing.simulation.ledger import Violation
     from mainspring.testing.simulation.world import World
 
 
 HISTORY = 30
 """Number of the last events of a message that a violation shows."""
-
-
-@dataclass(frozen=True, slots=True)
-class Violation:
-    """A broken invariant: which one, at which virtual second, for which message, and the last events of that message."""
-
-    rule: str
-    text: str
-    at: float
-    message: str
-    history: tuple[str, ...]
-    replay: str
-
-    def __str__(self) -> str:
-        about = f" (message {self.message})" if self.message else ""
-        lines = [f"broken: {self.rule}{about} at virtual second {self.at:.3f}", f"  {self.text}"]
-        if self.history:
-            lines += ["the last events:", *(f"  {line}" for line in self.history)]
-        lines += ["to run it again:", f"  {self.replay}"]
-        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -88,7 +69,6 @@ class SimulationReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Return figures and the violation for JSON, without the log."""
-        broken = self.violation
         return {
             "seed": self.seed,
             "duration": self.simulation.duration,
@@ -98,16 +78,7 @@ class SimulationReport:
             "virtual_seconds": round(self.virtual_seconds, 3),
             "real_seconds": round(self.real_seconds, 3),
             "plan": [str(fault) for fault in self.plan],
-            "violation": None
-            if broken is None
-            else {
-                "rule": broken.rule,
-                "text": broken.text,
-                "at": broken.at,
-                "message": broken.message,
-                "history": list(broken.history),
-                "replay": broken.replay,
-            },
+            "violation": None if self.violation is None else asdict(self.violation),
         }
 
     def __str__(self) -> str:
@@ -200,9 +171,7 @@ class Simulation:
         broken = world.ledger.broken
         if broken is None:
             return None
-        log = world.log
-        history = log.of([broken.message], HISTORY) if broken.message else log.lines()[-HISTORY:]
-        return Violation(broken.rule, broken.text, broken.at, broken.message, tuple(history), self.replay())
+        return replace(broken, history=world.log.last(HISTORY, broken.message), replay=self.replay())
 
     def replay(self) -> str:
         """Return the command (or, without a ``target``, the expression) that repeats the run."""
@@ -326,17 +295,17 @@ def shrink(
         return report
     rule = report.violation.rule
     best = report
-    tried = {_key(report.simulation)}
+    tried = {report.simulation}
     found = True
     while found:
         found = False
         for candidate in candidates(best):
-            if _key(candidate) in tried:
+            if candidate in tried:
                 continue
             if tries <= 0:
                 return best
             tries -= 1
-            tried.add(_key(candidate))
+            tried.add(candidate)
             smaller = run(candidate)
             if smaller.violation is not None and smaller.violation.rule == rule:
                 best, found = smaller, True
@@ -375,10 +344,6 @@ def subsets(numbers: list[int]) -> Iterator[list[int]]:
         for start in range(0, len(numbers), size):
             yield numbers[:start] + numbers[start + size :]
         size = 0 if size == 1 else (size + 1) // 2
-
-
-def _key(simulation: Simulation) -> tuple[object, ...]:
-    return simulation.duration, simulation.workers, simulation.per_minute, simulation.faults, simulation.keep
 
 
 HOURLY = 20.0

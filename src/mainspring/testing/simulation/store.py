@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import trio
 
-from mainspring.errors import MailboxConnectionError, ReceiptHandleExpiredError, SerializationError
+from mainspring.errors import MailboxConnectionError, ReceiptHandleExpiredError
 from mainspring.mailbox.backend import Backend, Capabilities
 from mainspring.mailbox.limits import CLOSE_TIMEOUT
 from mainspring.mailbox.message import ACK, Delivery
+from mainspring.testing.simulation.workload import fits
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -50,16 +51,9 @@ class SimulatedStore:
     async def put(self, lane: str, envelopes: list[Envelope]) -> list[str]:
         """Store messages."""
         ids = await self.backend.send(envelopes)
-        broken = len(envelopes) == 1 and not self._is_understood(envelopes[0].body)
+        broken = len(envelopes) == 1 and not fits(self._codec, envelopes[0].body)
         self.ledger.accepted(lane, ids, [envelope.delay for envelope in envelopes], undecodable=broken)
         return ids
-
-    def _is_understood(self, raw: bytes) -> bool:
-        try:
-            self._codec.decode(raw)
-        except SerializationError:
-            return False
-        return True
 
     async def claim(self, lane: str, most: int, visibility: float, wait: float) -> list[Delivery]:
         """Lease messages. Return copies, because a client of a real store never shares objects with it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import trio
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from mainspring.group.group import LoopGroup
+    from mainspring.mailbox.codec import Codec
     from mainspring.mailbox.mailbox import Mailbox
     from mainspring.testing.simulation.run import Simulation
     from mainspring.testing.simulation.world import World
@@ -43,7 +45,7 @@ class Workload:
         self._simulation = simulation
         self._replies: InMemoryMailbox[Any, Any] = InMemoryMailbox("replies", serialize=True)
         self._rng = generator(world.seed, "workload")
-        self._strange = [raw for raw in STRANGE if not _fits(mailbox, raw)]
+        self._strange = [raw for raw in STRANGE if not fits(mailbox.codec, raw)]
 
     async def send(self) -> None:
         """Send until cancelled."""
@@ -91,9 +93,10 @@ class Workload:
                     await message.acknowledge()
 
 
-def _fits(mailbox: Mailbox[Any, Any], raw: bytes) -> bool:
+def fits(codec: Codec, raw: bytes) -> bool:
+    """True if a body of that codec can be read from ``raw``."""
     try:
-        mailbox.codec.decode(raw)
+        codec.decode(raw)
     except SerializationError:
         return False
     return True
@@ -141,7 +144,7 @@ class GroupUnderTest:
         """Return the body of message ``number``."""
         if self._body is not None:
             return self._body(number)
-        return self.codec.decode(_json(example(self._schema, number)))
+        return self.codec.decode(json.dumps(example(self._schema, number)).encode())
 
     def _try_body(self) -> None:
         from pydantic import TypeAdapter
@@ -214,9 +217,3 @@ def _plain(kind: str, schema: dict[str, Any], number: int) -> Any:
         text: str = by_format.get(schema.get("format", ""), f"text {number}")
         return text.ljust(schema.get("minLength", 0), "x")[: schema.get("maxLength")]
     return number % 2 == 0 if kind == "boolean" else None
-
-
-def _json(value: Any) -> bytes:
-    import json
-
-    return json.dumps(value).encode()

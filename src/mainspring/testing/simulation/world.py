@@ -108,7 +108,7 @@ class World:
             await self._shut_down()
             await trio.sleep(1.0)
             await self.store.check()
-            self.ledger.close(all_replies=True)
+            self.ledger.close()
             nursery.cancel_scope.cancel()
 
     async def _work(self, workload: Workload, planned: Sequence[PlannedFault]) -> None:
