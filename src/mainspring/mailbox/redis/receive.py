@@ -477,8 +477,8 @@ class Receiving:
             return await self._claim_once(limit, visibility, waits=False)
         receives, visible = self.receives, micros(visibility)
         deadline = self._now() + wait
-        self.sweeper.wake_by(self._now() + self._fallback)
         receives.active += 1
+        self._due_in(self._fallback)
         receives.wanted[visible] = receives.wanted.get(visible, 0) + 1
         woken = False
         found: list[Delivery] = []
@@ -581,8 +581,8 @@ class Receiving:
             self.batcher.post(RedisSweep(self._waiter))
 
     def _due_in(self, seconds: float) -> None:
-        if self.receives.active:
-            self.sweeper.wake_by(self._now() + seconds)
+        if self.receives.active and (when := self._now() + seconds) < self.sweeper.due:
+            self.sweeper.wake_by(when)
 
     def _listener_lost(self, silent: bool) -> None:
         """Find out at once whether the server is there: it wakes no receive meanwhile. If it was silent, in any case."""
