@@ -96,6 +96,22 @@ async def test_a_lone_command_is_executed_by_its_caller(store):
     assert [len(batch) for batch in store.batches] == [1, 1, 1, 1, 2, 1]
 
 
+class Ending(Add):
+    joins = True
+
+
+@pytest.mark.parametrize("resumes", [True])
+@pytest.mark.parametrize(("kind", "batches"), [(Add, [[0], [1]]), (Ending, [[0, 1]])])
+async def test_a_command_that_joins_waits_for_what_follows_in_the_same_turn(store, kind, batches, anyio_backend_name):
+    if anyio_backend_name == "trio":
+        pytest.skip("trio lets tasks that are woken together go on in any order")
+    store.gate.set()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(store.batcher.call, Add(1))
+        await store.batcher.call(kind(0))
+    assert store.batches == batches
+
+
 @pytest.mark.parametrize("resumes", [True])
 async def test_the_runner_goes_on_for_a_caller_that_is_cancelled(store):
     """Nobody overtakes it, and what it has done is undone."""

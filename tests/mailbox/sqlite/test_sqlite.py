@@ -24,6 +24,7 @@ from mainspring.mailbox.message import Counts, Envelope
 from mainspring.mailbox.open import open_mailbox
 from mainspring.mailbox.sqlite import schema as sql
 from mainspring.mailbox.sqlite.mailbox import SQLiteMailbox
+from mainspring.worker.main_loop import MainLoop
 
 pytestmark = [pytest.mark.anyio, pytest.mark.every_loop]
 
@@ -189,6 +190,22 @@ async def test_no_reply_leaves_once_the_lease_is_lost(path, anyio_backend):
 
 
 # ---------------------------------------------------------------------------------------------------- group commit
+
+
+@pytest.mark.loops("asyncio", "uvloop")  # trio lets tasks of one turn go on in any order
+async def test_an_acknowledgement_and_the_next_claim_share_a_transaction(mailbox):
+    async def handle(body: int) -> None:
+        pass
+
+    await mailbox.send_many(list(range(50)))
+    before = mailbox.transactions
+    loop = MainLoop(mailbox, handle)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(loop.run)
+        while loop.outcomes["acknowledged"] < 50:
+            await anyio.sleep(0.001)
+        assert mailbox.transactions - before <= 60
+        await loop.shutdown()
 
 
 async def test_a_hundred_senders_share_transactions(mailbox):

@@ -6,6 +6,9 @@ has open on it. Commands of all callers that are waiting are done in one transac
 process, and notifies other processes through sockets beside the file. A notification can be lost: so
 receives that wait look at the file once a second.
 
+Cancelled, a caller leaves at once, and the writer thread does its job to the end. The batcher waits for that, and undoes a
+claim that no caller has received.
+
 Leases end by the clock since boot, and with the boot: a changed date does not touch them. Delays and expiries are
 dates.
 """
