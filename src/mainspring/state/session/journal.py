@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from abc import ABC, abstractmethod
 from functools import partial
@@ -12,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from mainspring.core.clock import real_work
-from mainspring.errors import JournalDamagedError, JournalError, MainspringError, describe
+from mainspring.errors import (
+    ConfigError,
+    JournalDamagedError,
+    JournalError,
+    JournalLockedError,
+    MainspringError,
+    describe,
+)
 from mainspring.events import log_error
 from mainspring.threads.own_thread import OwnThread
 from mainspring.threads.ticket import Ticket
@@ -229,6 +237,33 @@ class Entries:
         return found
 
 
+# ------------------------------------------------------------------------------------------------ journals in a file
+
+
+def check_directory(name: str, path: str) -> str:
+    """Return the directory of the journal ``name`` at ``path``, or raise :class:`ConfigError` if there is none."""
+    directory = os.path.dirname(path)
+    if not os.path.isdir(directory):
+        raise ConfigError(f"{name} has no directory: make {directory} first")
+    return directory
+
+
+def locked(name: str) -> JournalLockedError:
+    """Return the error of a journal that another session has."""
+    return JournalLockedError(f"{name} is open in another session; it has one writer at a time")
+
+
+def is_at(path: str, file: os.stat_result) -> bool:
+    """True if ``path`` leads to that file.
+
+    A session that opens the journal by its name would not find what is written to another file. A file of that name may also
+    belong to another session.
+    """
+    with contextlib.suppress(OSError):
+        return os.path.samestat(os.stat(path), file)
+    return False
+
+
 def free_name(path: str) -> str:
-    """A name beside ``path`` for what is put aside of a damaged journal."""
+    """Return a name beside ``path`` for what is put aside of a damaged journal."""
     return next(name for number in count(1) if not os.path.lexists(name := f"{path}.damaged-{number}"))

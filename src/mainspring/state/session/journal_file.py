@@ -6,11 +6,11 @@ import contextlib
 import fcntl
 import os
 import shutil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from mainspring.core.loggers import Logger
-from mainspring.errors import ConfigError, JournalDamagedError, JournalError, JournalLockedError
-from mainspring.state.session.journal import Journal, free_name
+from mainspring.errors import ConfigError, JournalDamagedError, JournalError
+from mainspring.state.session.journal import Journal, check_directory, free_name, is_at, locked
 from mainspring.state.session.records import REMEDY, SEAL_LENGTH, is_journal, is_sealed
 
 if TYPE_CHECKING:
@@ -44,12 +44,10 @@ class FileJournal(Journal):
     def open(self) -> None:
         """See :meth:`Journal.open`."""
         if self._file >= 0 and os.getpid() == self._pid:
-            raise _locked_by_another(self.name)
+            raise locked(self.name)
         self.close()  # what a forked child has of its parent's
         self._real_path, self._pid = os.path.realpath(self.path), os.getpid()
-        directory = os.path.dirname(self._real_path)
-        if not os.path.isdir(directory):
-            raise ConfigError(f"{self.name} has no directory: make {directory} first")
+        directory = check_directory(self.name, self._real_path)
         try:
             self._file = self._locked(os.O_RDWR | os.O_CREAT)
             self._broken = ""
@@ -65,21 +63,20 @@ class FileJournal(Journal):
             raise
 
     def _locked(self, flags: int) -> int:
-        """The file, locked: that which has the name once the lock is held."""
+        """Return the file, locked: that which has the name once the lock is held."""
         while True:
             file = os.open(self._real_path, flags | os.O_CLOEXEC, 0o666)
             try:
                 _lock(file, self.name)
-                with contextlib.suppress(FileNotFoundError):
-                    if os.path.samestat(os.stat(self._real_path), os.fstat(file)):
-                        return file
+                if is_at(self._real_path, os.fstat(file)):
+                    return file
             except BaseException:
                 os.close(file)
                 raise
             os.close(file)  # it was rewritten meanwhile
 
     def _mend(self) -> int:
-        """Cut off an unfinished line, or give it its end where only that is missing; the size of what there is then.
+        """Cut off an unfinished line, or give it its end if only that is missing. Return the size of what there is then.
 
         :raises ConfigError: the file is no journal, and stays as it is.
         """
@@ -125,8 +122,8 @@ class FileJournal(Journal):
     def append(self, entries: Sequence[bytes]) -> None:
         """See :meth:`Journal.append`."""
         if self._broken:
-            raise JournalError(f"{self.name}: {self._broken}; open the session anew")
-        data = b"".join([part for entry in entries for part in (entry, b"\n")])
+            self._break(self._broken)
+        data = _lines(entries)
         try:
             _write(self._file, data, self._size)
         except OSError as error:
@@ -135,22 +132,18 @@ class FileJournal(Journal):
         try:
             os.fdatasync(self._file)
         except OSError as error:  # what of it is on the disk cannot be known any more, nor by trying again
-            self._broken = f"the disk did not confirm what was written ({error.strerror or error})"
-            raise JournalError(f"{self.name}: {self._broken}; open the session anew") from error
+            self._break(f"the disk did not confirm what was written ({error.strerror or error})", error)
         self._check_there()
         self._size += len(data)
 
-    def _check_there(self) -> None:
-        """Raise if the name no longer leads to the file.
+    def _break(self, why: str, cause: BaseException | None = None) -> NoReturn:
+        """Refuse all writing from now on."""
+        self._broken = why
+        raise JournalError(f"{self.name}: {why}; open the session anew") from cause
 
-        A session that opens the journal by its name would not find what is written here. Another file of that name belongs to
-        another session.
-        """
-        with contextlib.suppress(OSError):
-            if os.path.samestat(os.stat(self._real_path), os.fstat(self._file)):
-                return
-        self._broken = "its file was removed or renamed"
-        raise JournalError(f"{self.name}: {self._broken}; open the session anew")
+    def _check_there(self) -> None:
+        if not is_at(self._real_path, os.fstat(self._file)):
+            self._break("its file was removed or renamed")
 
     def _take_back(self) -> None:
         """Remove what a failed write has left."""
@@ -162,7 +155,7 @@ class FileJournal(Journal):
 
     def rewrite(self, entries: Sequence[bytes]) -> None:
         """See :meth:`Journal.rewrite`: a new file takes the name of the old one once it is on the disk."""
-        data = b"".join([part for entry in entries for part in (entry, b"\n")])
+        data = _lines(entries)
         new_path = f"{self._real_path}.new"
         try:
             # Whatever needs a descriptor comes first: after the step that counts, there shall be little left that can fail.
@@ -199,8 +192,7 @@ class FileJournal(Journal):
         try:
             os.fsync(directory)
         except OSError as error:
-            self._broken = f"the disk did not confirm that it was rewritten ({error.strerror or error})"
-            raise JournalError(f"{self.name}: {self._broken}; open the session anew") from error
+            self._break(f"the disk did not confirm that it was rewritten ({error.strerror or error})", error)
 
     def _written(self, path: str, data: bytes) -> int:
         """Write a new file to the disk and lock it before it gets its name, so that no other process opens it first."""
@@ -245,11 +237,11 @@ def _lock(file: int, name: str) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise _locked_by_another(name) from None
+        raise locked(name) from None
 
 
-def _locked_by_another(name: str) -> JournalLockedError:
-    return JournalLockedError(f"{name} is open in another session; it has one writer at a time")
+def _lines(entries: Sequence[bytes]) -> bytes:
+    return b"".join([part for entry in entries for part in (entry, b"\n")])
 
 
 def _write(file: int, data: bytes, at: int) -> None:

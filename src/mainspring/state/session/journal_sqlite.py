@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import apsw
 
 from mainspring.core import process
-from mainspring.errors import ConfigError, JournalDamagedError, JournalError, JournalLockedError
+from mainspring.errors import ConfigError, JournalDamagedError, JournalError
 from mainspring.mailbox.sqlite.connection import check_sqlite
-from mainspring.state.session.journal import Journal, free_name
+from mainspring.state.session.journal import Journal, check_directory, free_name, is_at, locked
 from mainspring.state.session.records import REMEDY
 
 if TYPE_CHECKING:
@@ -45,9 +45,7 @@ class SQLiteJournal(Journal):
     def open(self) -> None:
         """See :meth:`Journal.open`."""
         check_sqlite(apsw.sqlite_lib_version())
-        directory = os.path.dirname(self.path)
-        if not os.path.isdir(directory):
-            raise ConfigError(f"{self.name} has no directory: make {directory} first")
+        check_directory(self.name, self.path)
         kept = self._claim()
         try:
             self._connection = connection = apsw.Connection(self.path)
@@ -80,7 +78,7 @@ class SQLiteJournal(Journal):
             raise
 
     def _claim(self) -> _Kept:
-        """Say that this process has the file open, for those that are forked from it."""
+        """Note for forked children that this process has the file open."""
         path = os.path.realpath(self.path)
         before = process.inherited(KIND, path)
         if isinstance(before, _Kept) and before.connections:
@@ -89,12 +87,12 @@ class SQLiteJournal(Journal):
                 " open it in a process that was started by subprocess or the spawn method"
             )
         if self._connection is not None:
-            raise JournalLockedError(f"{self.name} is open in another session; it has one writer at a time")
+            raise locked(self.name)
         self._kept, self._pid = process.shared(KIND, path, _Kept), os.getpid()
         return self._kept
 
     def _check(self, connection: apsw.Connection) -> int:
-        """The schema version of the file, 0 for an empty one; refuses what is not ours, or newer than we are."""
+        """Return the schema version of the file, 0 for an empty one. Refuse another program's file, and a newer version."""
         version: int = connection.pragma("user_version")
         ours = connection.pragma("application_id") == APPLICATION_ID
         if not ours and (version or connection.execute("SELECT count(*) FROM sqlite_schema").fetchall() != [(0,)]):
@@ -169,11 +167,8 @@ class SQLiteJournal(Journal):
             raise self._explained(error) from error
 
     def _check_there(self) -> None:
-        """Raise if the name no longer leads to the file. A session that opens the journal by its name would not find it."""
-        with contextlib.suppress(OSError):
-            if self._stat is not None and os.path.samestat(os.stat(self._real_path), self._stat):
-                return
-        raise JournalError(f"{self.name}: its file was removed or renamed; open the session anew")
+        if self._stat is None or not is_at(self._real_path, self._stat):
+            raise JournalError(f"{self.name}: its file was removed or renamed; open the session anew")
 
     def _opened(self) -> apsw.Connection:
         if self._connection is None:
@@ -182,7 +177,7 @@ class SQLiteJournal(Journal):
 
     def _explained(self, error: apsw.Error) -> JournalError:
         if isinstance(error, apsw.BusyError | apsw.LockedError):
-            return JournalLockedError(f"{self.name} is open in another session; it has one writer at a time")
+            return locked(self.name)
         if isinstance(error, apsw.CorruptError):
             return JournalDamagedError(f"{self.name} is damaged: {error}; {REMEDY}")
         return JournalError(f"{self.name} cannot be used: {error}")

@@ -16,7 +16,7 @@ from mainspring.state.session.journal import Journal
 from mainspring.state.session.slices import NOT_GIVEN, Slices
 from mainspring.state.session.snapshot import Snapshot, is_child_name
 from mainspring.state.session.transaction import Transaction
-from mainspring.state.session.writer import Cell, SessionWriter, work
+from mainspring.state.session.writer import Cell, SessionWriter, fail
 from mainspring.threads.ticket import Ticket
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     Where: TypeAlias = str | os.PathLike[str] | Journal
 
 S = TypeVar("S", default="Mapping[str, Any]")
-Q = TypeVar("Q")
+Q = TypeVar("Q", default="Mapping[str, Any]")
 
 
 class Session(Generic[S]):
@@ -56,14 +56,8 @@ class Session(Generic[S]):
 
     @overload
     def __init__(
-        self: Session[Mapping[str, Any]],
-        state: None = None,
-        *,
-        name: str = "session",
-        dispatcher: Dispatcher | None = None,
+        self, state: type[S] | None = None, *, name: str = "session", dispatcher: Dispatcher | None = None
     ) -> None: ...
-    @overload
-    def __init__(self, state: type[S], *, name: str = "session", dispatcher: Dispatcher | None = None) -> None: ...
     @overload
     def __init__(self, state: S, *, name: str = "session", dispatcher: Dispatcher | None = None) -> None: ...
     def __init__(self, state: Any = None, *, name: str = "session", dispatcher: Dispatcher | None = None) -> None:
@@ -73,18 +67,7 @@ class Session(Generic[S]):
     @classmethod
     def open(
         cls,
-        state: None = None,
-        *,
-        journal: Where,
-        name: str = "session",
-        dispatcher: Dispatcher | None = None,
-        up_to_damage: bool = False,
-    ) -> Session[Mapping[str, Any]]: ...
-    @overload
-    @classmethod
-    def open(
-        cls,
-        state: type[Q],
+        state: type[Q] | None = None,
         *,
         journal: Where,
         name: str = "session",
@@ -281,7 +264,7 @@ class Session(Generic[S]):
             try:
                 ticket.complete(writer.apply(self._cell, event))
             except Exception as error:
-                ticket._offer_sole_error(error, work(writer.name, event))  # noqa: SLF001 - this package's own
+                fail(ticket, error, writer.name, event)
         else:
             writer.check_room()
             writer.submit(self._cell, event, ticket)
@@ -348,9 +331,7 @@ class Session(Generic[S]):
     # ---------------------------------------------------------------------------------------------------------- children
 
     @overload
-    def child(self, name: str, state: None = None) -> Session[Mapping[str, Any]]: ...
-    @overload
-    def child(self, name: str, state: type[Q]) -> Session[Q]: ...
+    def child(self, name: str, state: type[Q] | None = None) -> Session[Q]: ...
     @overload
     def child(self, name: str, state: Q) -> Session[Q]: ...
     def child(self, name: str, state: Any = None) -> Session[Any]:

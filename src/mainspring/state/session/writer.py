@@ -8,7 +8,7 @@ import os
 import threading
 from collections import deque
 from contextvars import copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -126,20 +126,21 @@ class Ignored(DispatchResult):
         return True
 
 
+@dataclass(slots=True, eq=False)
 class Cell:
     """What the writer changes: the slices of one session. ``values`` are the ones that readers see."""
 
-    __slots__ = ("codecs", "dispatcher", "ignored", "name", "path", "slices", "tip", "values")
+    name: str
+    path: str
+    slices: Slices
+    dispatcher: Dispatcher
+    codecs: EventCodecs | None = None
+    ignored: set[type[Any]] = field(default_factory=set)
+    values: Values = field(init=False)
+    tip: Values = field(init=False)
 
-    def __init__(self, name: str, path: str, slices: Slices, dispatcher: Dispatcher) -> None:
-        self.name = name
-        self.path = path
-        self.slices = slices
-        self.dispatcher = dispatcher
-        self.codecs: EventCodecs | None = None
-        self.values: Values = dict(slices.initial)
-        self.tip: Values = self.values
-        self.ignored: set[type[Any]] = set()
+    def __post_init__(self) -> None:
+        self.values = self.tip = dict(self.slices.initial)
 
     def note_ignored(self, event: Any) -> None:
         """Warn that an event has neither a reducer nor a subscriber, once for each type.
@@ -183,9 +184,10 @@ def refused(event: Any, error: ReducerError) -> DispatchResult:
     return DispatchResult(errors=(error,))
 
 
-def work(session: str, event: Any) -> str:
-    """What an error of a dispatch came from, for the log."""
-    return f"the dispatch of {type(event).__name__} to session {session!r}"
+def fail(ticket: Ticket[Any], error: BaseException, session: str, event: Any) -> None:
+    """Fail the ticket of a dispatch. The error is logged if the ticket is never read."""
+    work = f"the dispatch of {type(event).__name__} to session {session!r}"
+    ticket._offer_sole_error(error, work)  # noqa: SLF001 - this package's own
 
 
 def each(tell: Callable[[AppliedEvent], DispatchResult], steps: Iterable[AppliedEvent]) -> list[DispatchResult]:
@@ -202,27 +204,18 @@ def each(tell: Callable[[AppliedEvent], DispatchResult], steps: Iterable[Applied
     return results
 
 
+@dataclass(slots=True, eq=False)
 class Change:
-    """What becomes durable at once: one event, or a transaction. ``entry`` is None where nothing is to be written.
+    """What becomes durable at once: one event, or a transaction. ``entry`` is None if nothing is to be written.
 
     One that ``rewrites`` has an entry that the journal shall hold instead of all others.
     """
 
-    __slots__ = ("after", "entry", "rewrites", "steps", "ticket")
-
-    def __init__(
-        self,
-        steps: Sequence[AppliedEvent],
-        entry: bytes | None,
-        ticket: Ticket[Any],
-        after: Callable[[], object] | None = None,
-        rewrites: bool = False,
-    ) -> None:
-        self.steps = steps
-        self.entry = entry
-        self.ticket = ticket
-        self.after = after
-        self.rewrites = rewrites
+    steps: Sequence[AppliedEvent]
+    entry: bytes | None
+    ticket: Ticket[Any]
+    after: Callable[[], object] | None = None
+    rewrites: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -344,7 +337,7 @@ class SessionWriter:
             try:
                 ticket.offer(transaction.take(cell, event))
             except Exception as error:  # the ticket has it, as everywhere
-                ticket._offer_sole_error(error, work(self.name, event))  # noqa: SLF001 - this package's own
+                fail(ticket, error, self.name, event)
         elif self.journal is not None and transaction is None and not self._held:
             self._accept(held)
         else:
@@ -375,7 +368,7 @@ class SessionWriter:
         try:
             self.submit(held.cell, held.event, held.ticket)
         except Exception as error:  # the ticket has it; its dispatcher does not wait here
-            held.ticket._offer_sole_error(error, work(self.name, held.event))  # noqa: SLF001 - this package's own
+            fail(held.ticket, error, self.name, held.event)
 
     def entered(self) -> None:
         """The session is open on the running event loop, whose thread writes from now on."""
@@ -485,7 +478,7 @@ class SessionWriter:
         except ReducerError as error:
             ticket.offer(refused(event, error))
         except BaseException as error:  # also an interrupt: it is for who dispatched, in whosever task this runs
-            ticket._offer_sole_error(error, work(self.name, event))  # noqa: SLF001 - this package's own
+            fail(ticket, error, self.name, event)
         else:
             seq = None
             if changed:
