@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; its exit status: 0 done, 1 failed, 2 wrong use, and for ``run`` that of the shutdown."""
+    """Run one command. Return its exit status: 0 done, 1 failed, 2 wrong use, and for ``run`` that of the shutdown."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     _open_standard_descriptors()
     _escape_what_cannot_be_encoded()
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _open_standard_descriptors() -> None:
-    """Open what of the descriptors 0 to 2 is closed: else the next file has that number, and gets what is meant for people."""
+    """Open those of the descriptors 0 to 2 that are closed: else the next file would get what is meant for people."""
     for number in range(3):
         try:
             os.fstat(number)

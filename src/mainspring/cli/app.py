@@ -43,7 +43,7 @@ _USAGE_ERROR: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__n
 
 
 def call(arguments: Sequence[str]) -> int:
-    """Run one command line; its exit status."""
+    """Run one command line. Return its exit status."""
     from mainspring.errors import ConfigError, MainspringError
 
     if not arguments:

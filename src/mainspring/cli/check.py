@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def check_target(
     target: str, *, grace: float | None, longest: float | None, beat_gap: float | None, as_json: bool
 ) -> int:
-    """Judge the group's timeouts; 1 where a rule does not hold."""
+    """Judge the group's timeouts. Return 1 if a rule does not hold."""
     found = load_group(target).timeouts()
     if not found:
         raise UserError(f"{target} has no loops whose timeouts could be checked")

@@ -65,7 +65,7 @@ def run_demo(directory: Path | None, *, keep: bool, files: int, as_json: bool) -
 
 
 def example_directory() -> Path:
-    """Where the example's code is: in the installed package, or in the source tree that the package runs from."""
+    """Return where the example's code is: in the installed package, or in the source tree that the package runs from."""
     package = Path(mainspring.__file__).parent
     for root in (package / "examples", package.parents[1] / "examples"):
         if (root / "01_indexer" / "indexer.py").is_file():
@@ -74,7 +74,7 @@ def example_directory() -> Path:
 
 
 def _load_example(home: Path) -> ModuleType:
-    """The example's module, working in ``home``, where its service will work too."""
+    """Import the example's module, to work in ``home``, where its service will work too."""
     os.environ["INDEXER_DIR"] = str(home)
     sys.path.insert(0, str(example_directory()))
     return importlib.import_module("indexer")
@@ -94,7 +94,7 @@ class Demo:
         self._service_status: int | None = None
 
     async def run(self) -> int:
-        """The whole story; its exit status."""
+        """Run all of it. Return the exit status."""
         with anyio.CancelScope() as story:
             async with ShutdownCoordinator() as signals:
                 signals.register(story.cancel)
@@ -140,7 +140,7 @@ class Demo:
     # ---------------------------------------------------------------------------------------------------- watching
 
     def _look(self, counts: Counts, total: int) -> bool:
-        """Show how far it is, and hurt a worker when its time has come; whether all is done."""
+        """Show how far it is, and hurt a worker when its time has come. Return True once all is done."""
         done = counts.settled + counts.dead
         self._view.progress(done, total, counts.in_flight, anyio.current_time() - self._began)
         if self._killed is None and done >= KILL_AT * total:
@@ -150,7 +150,7 @@ class Demo:
         return counts.waiting == 0
 
     def _hurt(self, signum: signal.Signals, how: str) -> int | None:
-        """Send a signal to a worker that is at work, not to one that was hurt before; its process id."""
+        """Send a signal to a worker that is at work and was not hurt before. Return its process id."""
         seen: dict[int, int] = self._example.Results(self._home).workers()
         workers = sorted(seen.keys() - {self._killed})
         if len(workers) < (2 if self._killed is None else 1):

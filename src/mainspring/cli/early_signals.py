@@ -34,7 +34,7 @@ class CommandSignals(EarlySignals):
 
     @classmethod
     def install(cls) -> CommandSignals:
-        """The process's one, its handlers in place (main thread only)."""
+        """Return the process's one, its handlers in place (main thread only)."""
         early = process.current("early signals")
         return early if isinstance(early, cls) else cls()
 

@@ -38,7 +38,7 @@ class ParentLink:
 
     @classmethod
     def from_environment(cls) -> ParentLink | None:
-        """The link that the parent passed, or None where this process was started by hand. Works once."""
+        """Return the link that the parent passed, or None if this process was started by hand. Works once."""
         text = os.environ.pop(VARIABLE, None)  # not for the processes that the handlers start
         if text is None:
             return None
@@ -54,11 +54,11 @@ class ParentLink:
         threading.Thread(target=self._watch, name="mainspring parent link", daemon=True).start()
 
     def _forget(self) -> None:
-        """In a forked child: the parent must see the end of this process, not of its children."""
+        """Close it in a forked child: the parent must see the end of this process, not of its children."""
         self._end.close()
 
     def tell(self, **news: Any) -> bool:
-        """Send one object to the parent; whether it was sent. ``stop_within``: how long a shutdown may take."""
+        """Send one object to the parent. Return True if it was sent. ``stop_within``: how long a shutdown may take."""
         self._stop_within = news.get("stop_within", self._stop_within)
         try:
             self._end.sendall(json.dumps(news).encode() + b"\n")
@@ -77,6 +77,6 @@ class ParentLink:
 
 
 def link_for_child(number: int) -> tuple[socket.socket, socket.socket, dict[str, str]]:
-    """A new link: the parent's end, the child's (to pass on and then close), and the child's environment."""
+    """Return a new link: the parent's end, the child's (to pass on and then close), and the child's environment."""
     ours, theirs = socket.socketpair()
     return ours, theirs, {**os.environ, VARIABLE: f"{theirs.fileno()}:{number}"}

@@ -76,17 +76,17 @@ def after_exit(
 
 
 def status_of_returncode(returncode: int) -> int:
-    """A process's return code as a shell would show it: 128 + n where signal n killed it."""
+    """Return a process's return code as a shell would show it: 128 + n if signal n killed it."""
     return 128 - returncode if returncode < 0 else returncode
 
 
 def worst(statuses: list[int]) -> int:
-    """The exit status of a supervisor over those of its workers: the highest, 0 where there is none."""
+    """Return the exit status of a supervisor over those of its workers: the highest, 0 if there is none."""
     return max(statuses, default=0)
 
 
 def how(returncode: int) -> str:
-    """An ending in words: ``exit status 70``, ``killed by SIGKILL``."""
+    """Return an ending in words: ``exit status 70``, ``killed by SIGKILL``."""
     if returncode >= 0:
         return f"exit status {returncode}"
     try:

@@ -43,7 +43,7 @@ class RunOptions:
     log_json: bool = False
 
     def worker_command(self, executable: str) -> list[str]:
-        """The command line of one worker of these."""
+        """Return the command line of one worker of these."""
         command = [
             executable,
             "-m",
@@ -67,7 +67,7 @@ class RunOptions:
 
 
 def run_target(options: RunOptions) -> int:
-    """Run until the end; the exit status of the process."""
+    """Run until the end. Return the exit status of the process."""
     early = CommandSignals.install()
     link = ParentLink.from_environment()
     tag = f"worker {link.number}" if link is not None and link.number else ""
@@ -90,7 +90,7 @@ def run_target(options: RunOptions) -> int:
 
 
 def event_loop(name: str) -> tuple[str, dict[str, Any]]:
-    """anyio's backend and its options for ``--loop``; a :class:`UserError` where it is not installed."""
+    """Return anyio's backend and its options for ``--loop``. Raise :class:`UserError` if it is not installed."""
     if name == "auto":
         name = "asyncio" if find_spec("uvloop") is None else "uvloop"
     if name in {"uvloop", "trio"} and find_spec(name) is None:
@@ -150,7 +150,7 @@ def _warn_of_own_mailboxes(group: LoopGroup) -> None:
 
 
 def _who(group: LoopGroup, link: ParentLink | None) -> str:
-    """What to put before the report, where there is more than one that it could be of."""
+    """Return what to put before the report, if there is more than one that it could be of."""
     names = [f"worker {link.number}"] if link is not None and link.number else []
     return ": ".join([*names, group.name, ""] if group.name != "mainspring" else [*names, ""])
 
@@ -166,7 +166,7 @@ def _tell_health_url(group: LoopGroup, event: GroupStateChanged) -> None:
 
 
 def _set_health_address(group: LoopGroup, options: RunOptions, link: ParentLink | None) -> None:
-    """The command line's host and port before the group's own; each worker of several takes its own port, counting up."""
+    """Prefer the command line's host and port to the group's. Each worker of several takes its own port, counting up."""
     port = group.settings.health_port if options.health_port is None else options.health_port
     if port and link is not None:
         port += max(0, link.number - 1)

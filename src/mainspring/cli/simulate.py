@@ -59,7 +59,7 @@ class Results:
     counts: Counter[str] = field(default_factory=Counter)
 
     def add(self, figures: dict[str, Any]) -> None:
-        """One more run, as :meth:`SimulationReport.as_dict` has it."""
+        """Add the figures of one more run, as :meth:`SimulationReport.as_dict` gives them."""
         self.runs += 1
         self.virtual_seconds += figures["virtual_seconds"]
         self.real_seconds += figures["real_seconds"]
@@ -68,7 +68,7 @@ class Results:
 
 
 def simulate_target(target: str, options: SimulateOptions) -> int:
-    """Run the seeds; 1 where an invariant was broken."""
+    """Run the seeds. Return 1 if an invariant was broken."""
     build = load_builder(target)
     first = _simulation(target, options)
     if options.seed is not None:
@@ -155,7 +155,7 @@ def _one(simulation: Simulation, build: Callable[..., Any], options: SimulateOpt
 def _hunt(
     first: Simulation, target: str, build: Callable[..., Any], options: SimulateOptions, results: Results
 ) -> int | None:
-    """The first seed that fails, or None; the seeds are run in their order, or by several processes at once."""
+    """Return the first seed that fails, or None. The seeds run in their order, or in several processes at once."""
     with _progress(options, "simulating", options.seeds) as tick:
         if options.jobs == 1:
             figures: Iterator[dict[str, Any]] = (

@@ -71,12 +71,12 @@ class SupervisedWorker:
         return f"worker {self.number}" + (f" (pid {self.process.pid})" if self.process is not None else "")
 
     def begins(self, process: Process | None) -> None:
-        """A new process takes the slot; None: it could not be started."""
+        """Take a new process into the slot; None if it could not be started."""
         self._fresh()
         self.process = process
 
     def signal(self, signum: int) -> None:
-        """Send a signal to the process, where there is one."""
+        """Send a signal to the process, if there is one."""
         if self.process is not None:
             signal_child(self.process, signum)
 
@@ -105,7 +105,7 @@ class Supervisor:
         self._watch = SourceWatch([os.getcwd()]) if options.reload else None
 
     async def run(self) -> int:
-        """Run until a signal, until the workers' work is done, or until one cannot be kept running; the exit status."""
+        """Run until a signal, until the workers' work is done, or until one cannot be kept running. Return the exit status."""
         async with DaemonScope("supervisor") as scope, self._coordinator:
             self._scope = scope
             if self._watch is not None:
@@ -125,7 +125,7 @@ class Supervisor:
         self._stop(signal.Signals[self._coordinator.reason])
 
     def _on_repeat(self, signum: int, count: int) -> None:
-        """The workers count the signals too, and act on a second one; the third ends all of it here and now."""
+        """Pass a further signal on. The workers count them and act on a second one; the third ends all of it here and now."""
         if count >= 3:
             for worker in self._workers:
                 worker.kill()
@@ -185,7 +185,7 @@ class Supervisor:
                 return
 
     async def _follow(self, worker: SupervisedWorker, ended: Ended, decision: RestartDecision) -> bool:
-        """Wait as the decision says; whether to start the worker again."""
+        """Wait as the decision says. Return True if the worker is to be started again."""
         if isinstance(decision, Restart):
             worker.restarts = decision.restarts
             with anyio.move_on_after(decision.delay):
@@ -215,7 +215,7 @@ class Supervisor:
             say(f"{worker} has ended, {how(returncode)}, after {worker.restarts} restarts; stopping the others")
 
     async def _run_once(self, worker: SupervisedWorker) -> int:
-        """One process from start to end; its return code. Cancelled, it kills the process and its children."""
+        """Run one process from start to end. Return its return code. Cancelled, it kills the process and its children."""
         try:
             process, ours = await self._start(worker.number)
         except OSError as error:  # no memory, too many processes or files, the program being replaced: it may pass
@@ -241,7 +241,7 @@ class Supervisor:
         return returncode
 
     async def _start(self, number: int) -> tuple[Process, socket]:
-        """Start a process; with our end of its link."""
+        """Start a process. Return it with our end of its link."""
         ours, theirs, environment = link_for_child(number)
         try:
             # Not to be cancelled half way, which would lose sight of a started process.

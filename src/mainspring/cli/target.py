@@ -116,7 +116,7 @@ def _import(name: str) -> ModuleType:
 
 
 def _expect_no_shutdown() -> None:
-    """What a module has registered is called by its group's run. A command that only looks at the group need not warn of it."""
+    """Let a command that only looks at the group not warn of what its module has registered: its run would call that."""
     from mainspring.runtime.signals import ShutdownCoordinator
 
     if (coordinator := ShutdownCoordinator.get()) is not None:

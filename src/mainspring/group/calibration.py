@@ -67,7 +67,7 @@ class Timeouts:
 
     @property
     def silence(self) -> float | None:
-        """The longest time without a beat that is to be expected, where it is known."""
+        """The longest time without a beat that is to be expected, if it is known."""
         return self.longest if self.beat_gap is None else self.beat_gap
 
 
@@ -96,7 +96,7 @@ class Rule:
 
 
 def rules(timeouts: Timeouts) -> list[Rule]:
-    """Every rule that can be judged with the figures known, those of the loop first, then those of its group."""
+    """Return every rule that can be judged with the figures known, those of the loop first, then those of its group."""
     found = [
         _block_below_lease(timeouts),
         _beats_within_threshold(timeouts),
@@ -109,7 +109,7 @@ def rules(timeouts: Timeouts) -> list[Rule]:
 
 
 def all_rules(loops: Iterable[Timeouts]) -> list[Rule]:
-    """The rules of several loops of one group: a rule that is the group's own stands there once."""
+    """Return the rules of several loops of one group. A rule that is the group's own is among them once."""
     return list(dict.fromkeys(rule for timeouts in loops for rule in rules(timeouts)))
 
 
@@ -124,7 +124,7 @@ def retries(timeouts: Timeouts) -> str:
 
 
 def unjudged(timeouts: Timeouts) -> list[str]:
-    """What could not be judged, since a figure is unknown, one line each, with what has to hold."""
+    """Return what could not be judged, since a figure is unknown, one line each, with what has to hold."""
     lines = []
     if timeouts.grace is None:
         short = (
@@ -275,12 +275,12 @@ def _leaves_before_the_kill(t: Timeouts) -> Rule | None:
 
 
 def _above(value: float) -> float:
-    """A round number of seconds that lies clearly above ``value``: half as much again, but never less than one more."""
+    """Return a round number of seconds clearly above ``value``: half as much again, and at least one more."""
     return float(math.ceil(max(value * 1.5, value + 1))) if math.isfinite(value) else math.inf
 
 
 def _below(value: float) -> float | None:
-    """A number of seconds that lies clearly below ``value``, round where it can be; None where nothing does."""
+    """Return a number of seconds clearly below ``value``, round if it can be; None if there is none."""
     if value <= 0:
         return None
     if not math.isfinite(value):
@@ -294,7 +294,7 @@ def _rounded_down(value: float) -> float:
 
 
 def seconds(value: float) -> str:
-    """Seconds for people: ``45 s``, ``0.25 s``, ``12 min``, ``unlimited``."""
+    """Return seconds for people: ``45 s``, ``0.25 s``, ``12 min``, ``unlimited``."""
     if not math.isfinite(value):
         return "unlimited"
     if value >= 600 and value % 60 == 0:
@@ -303,7 +303,7 @@ def seconds(value: float) -> str:
 
 
 def _span(value: float) -> str:
-    """A long time for people, in hours where it has some: ``14.2 h``."""
+    """Return a long time for people, in hours if it has some: ``14.2 h``."""
     if value < 600:
         return seconds(value)
     return f"{value / 3600:.1f} h" if value >= 3600 else f"{value / 60:.1f} min"

@@ -141,7 +141,7 @@ class LoopGroup:
         wait_time_seconds: float | None = None,
         until_empty: bool = False,
     ) -> ShutdownReport:
-        """Run until a signal, :meth:`shutdown`, or the end of all loops; how the shutdown went.
+        """Run until a signal, :meth:`shutdown`, or the end of all loops. Return how the shutdown went.
 
         With ``install_signals`` it receives SIGTERM and SIGINT and owns its process: a second signal skips to cancelling, a
         third leaves at once, and past ``shutdown_timeout + cancel_grace + 1`` seconds it prints the report and all stacks and
@@ -276,14 +276,14 @@ class LoopGroup:
 
     @asynccontextmanager
     async def lifespan(self, app: object = None) -> AsyncIterator[None]:
-        """Runs the group for as long as a Starlette or FastAPI app does: ``Starlette(lifespan=group.lifespan)``."""
+        """Run the group for as long as a Starlette or FastAPI app does: ``Starlette(lifespan=group.lifespan)``."""
         async with self:
             yield
 
     # ------------------------------------------------------------------------------------------------------ stopping
 
     async def shutdown(self, *, timeout: float | None = None) -> bool:
-        """Shut down and wait for the end; False when something had to be cancelled.
+        """Shut down and wait for the end. Return False if something had to be cancelled.
 
         ``timeout`` replaces the group's ``shutdown_timeout``. Before a run it is remembered, and the next run uses it up;
         from inside one of the group's handlers it only asks. In both cases it returns True at once.
@@ -293,7 +293,7 @@ class LoopGroup:
         return await self._stop("shutdown()", timeout)
 
     async def drain(self) -> bool:
-        """Take no new work, let the work in hand finish however long it takes, and end; waits for that.
+        """Take no new work, let the work in hand finish however long it takes, and wait for the end.
 
         A signal or :meth:`shutdown` during a drain puts the usual limit on what is left.
         """
@@ -329,7 +329,7 @@ class LoopGroup:
             lifetime.entry.call(partial(lifetime.force, signum))
 
     def _request(self, reason: str, timeout: float | None) -> Lifetime | None:
-        """Mark it for a run that is about to begin, and hand it to the run that is under way; that run."""
+        """Mark the request for a run that is about to begin, and hand it to the run that is under way. Return that run."""
         self._asked = (reason, timeout)
         lifetime = self._lifetime
         if lifetime is not None:
@@ -363,7 +363,7 @@ class LoopGroup:
 
     @property
     def running(self) -> bool:
-        """Whether a run is under way."""
+        """True while a run is under way."""
         return self._lifetime is not None
 
     @property
@@ -377,7 +377,7 @@ class LoopGroup:
         return self._health_url
 
     def mailboxes(self) -> list[Mailbox[Any, Any]]:
-        """The mailboxes of the running loops."""
+        """Return the mailboxes of the running loops."""
         return self._lifetime.mailboxes() if self._lifetime is not None else []
 
     async def refresh_checks(self) -> None:
@@ -390,7 +390,7 @@ class LoopGroup:
             await self._lifetime.checks.refresh()
 
     def status(self) -> GroupStatus:
-        """The present status of the group and its loops.
+        """Return the present status of the group and its loops.
 
         :raises ConfigError: the group runs in another thread.
         """
@@ -406,11 +406,11 @@ class LoopGroup:
             )
 
     async def check_health(self, timeout: float = 5.0) -> list[HealthStatus]:
-        """How its loops are, each by its own answer; see :func:`~mainspring.worker.actor.check_health`."""
+        """Return how its loops are, each by its own answer; see :func:`~mainspring.worker.actor.check_health`."""
         return await check_health(self.actors, timeout)
 
     def timeouts(self) -> list[Timeouts]:
-        """The timeouts that its loops run under, for the calibration rules."""
+        """Return the timeouts that its loops run under, for the calibration rules."""
         return [self.settings.timeouts_of(loop) for loop in self.loops if isinstance(loop, MainLoop)]
 
     async def _serve(self, scope: DaemonScope) -> None:

@@ -111,7 +111,7 @@ class Lifetime:
     # ------------------------------------------------------------------------------------------------------- the run
 
     async def run(self, ready: Callable[[], object]) -> None:
-        """The whole run. ``ready`` is called once everything has started."""
+        """Run from start to end. ``ready`` is called once everything has started."""
         try:
             async with AsyncExitStack() as stack:
                 if self._owner:
@@ -200,7 +200,7 @@ class Lifetime:
         self.request("all mailboxes are empty", delay=False)
 
     async def _after_the_loops(self) -> None:
-        """Take down what the report needs; wait for what is stuck, which only an embedded group does."""
+        """Take down what the report needs. Wait for what is stuck, which only an embedded group does."""
         self._note_report()
         stuck = [managed for managed in self.managed_loops if not managed.ended.is_set()]
         if not stuck:
@@ -214,7 +214,7 @@ class Lifetime:
     # ------------------------------------------------------------------------------------------------------ requests
 
     def request(self, reason: str, timeout: float | None = None, *, delay: bool = True) -> None:
-        """Ask for the shutdown; ``timeout`` (seconds for the work in hand) is the group's own where it is None."""
+        """Ask for the shutdown. ``timeout``: seconds for the work in hand; None means the group's own."""
         first = not self.shutdown.requested.is_set()
         self.shutdown.request(reason, self.settings.shutdown_timeout if timeout is None else timeout, delay=delay)
         if first:
@@ -277,7 +277,7 @@ class Lifetime:
                 raise answer
 
     def _arm_exit(self, deadline: float) -> None:
-        """A process that owns itself leaves by force some time after the finish deadline, whatever its handlers do."""
+        """Have a process that owns itself leave by force some time after the finish deadline, whatever its handlers do."""
         if self._owner and self._watch is not None:
             forced = self.shutdown.forced_by
             status = EXIT_CANCELLED if forced is None else EXIT_BY_SIGNAL + forced
@@ -316,7 +316,7 @@ class Lifetime:
         self.report = self._make_report(self.machine.since if stopped else anyio.current_time())
 
     def _make_report(self, now: float, *, by_force: bool = False) -> ShutdownReport:
-        """How the run ended, or stands; ``by_force``: the process leaves now, and what has not ended is stuck."""
+        """Return how the run ended, or stands. ``by_force``: the process leaves now, and what has not ended is stuck."""
         phases = dict(self.phases)
         if self.machine.state not in BEFORE_SHUTDOWN and self.machine.state is not GroupState.STOPPED:
             phases[str(self.machine.state)] = now - self.machine.since  # the one that is not over
@@ -351,7 +351,7 @@ class Lifetime:
     # -------------------------------------------------------------------------------------------------------- status
 
     def mailboxes(self) -> list[Mailbox[Any, Any]]:
-        """The loops' mailboxes, each once."""
+        """Return the loops' mailboxes, each once."""
         found = [getattr(loop, "mailbox", None) for loop in self._loops]
         return list(dict.fromkeys(mailbox for mailbox in found if isinstance(mailbox, Mailbox)))
 

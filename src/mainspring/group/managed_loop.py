@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def actors_of(loops: Iterable[AnyRunnable]) -> list[LoopActor]:
-    """The actors of the loops; one that is an actor already stays as it is."""
+    """Return the actors of the loops. A loop that is an actor already stays as it is."""
     if isinstance(loops, Runnable) or not isinstance(loops, Iterable):
         raise ConfigError(f"LoopGroup: its first argument is a list of loops, not {loops!r}")
     actors: list[LoopActor] = []
@@ -53,7 +53,7 @@ def actors_of(loops: Iterable[AnyRunnable]) -> list[LoopActor]:
 
 
 def _own(actor: LoopActor) -> AnyRunnable:
-    """What the user made."""
+    """Return what the user made."""
     return actor.loop.loop if isinstance(actor.loop, LoopAdapter) else actor.loop
 
 
@@ -97,21 +97,21 @@ class ManagedLoop:
 
     @property
     def state(self) -> ServiceState:
-        """Where it is."""
+        """The state that it is in."""
         return self._machine.state
 
     @property
     def state_since(self) -> float:
-        """Since when it is there."""
+        """Since when it is in that state."""
         return self._machine.since
 
     def uptime(self, now: float) -> float:
-        """How long its present run has lasted."""
+        """Return how long its present run has lasted."""
         return 0.0 if self._up_since is None else now - self._up_since
 
     @property
     def stopping(self) -> bool:
-        """Whether it was told to stop: with the group, or alone."""
+        """True if it was told to stop: with the group, or alone."""
         return self.stop_began is not None or self.actor._stop_began is not None  # noqa: SLF001 - this package's own
 
     async def run(self, keywords: dict[str, Any]) -> None:
@@ -157,7 +157,7 @@ class ManagedLoop:
         return None
 
     async def _restart_after(self, error: Exception, ran_for: float) -> bool:
-        """Wait until it is time to restart; whether to do so. Not restarted because of a shutdown, it is no crash any more."""
+        """Wait until it is time to restart. Return False if it stays down, or if a shutdown has come meanwhile."""
         delay: float | None = None
         if self._restart is not None and not self.stopping:
             self.restarts, delay = self._restart.next_restart(self.restarts, ran_for, random.rng())
@@ -197,7 +197,7 @@ class ManagedLoop:
         self.actor.tell(ShutdownRequest(timeout=0, cancel_grace=0))
 
     def report(self, now: float) -> PartReport:
-        """How it ended, or how it stands."""
+        """Return how it ended, or how it stands."""
         until = now if self.ended_at is None else self.ended_at
         told = [at for at in (self.stop_began, self.actor._stop_began) if at is not None]  # noqa: SLF001 - this package's own
         seconds = max(0.0, until - min(told)) if told else 0.0

@@ -73,7 +73,7 @@ class GroupSettings:
             check_runs(check, f"LoopGroup: check {name!r},")
 
     def timeouts_of(self, loop: MainLoop) -> Timeouts:
-        """The timeouts that a loop of the group runs under."""
+        """Return the timeouts that a loop of the group runs under."""
         return Timeouts(
             loop=loop.name,
             visibility_timeout=loop.visibility_timeout,

@@ -56,7 +56,7 @@ class Shutdown:
         self._change = anyio.Event()
 
     def request(self, reason: str, timeout: float, *, delay: bool = True) -> None:
-        """Begin, or, where it has begun, let the rest take ``timeout`` seconds at most (it is never made longer)."""
+        """Begin. If it has begun, let the rest take ``timeout`` seconds at most, and never longer than before."""
         if not self.requested.is_set():
             self.reason = reason
             self.began = anyio.current_time()
@@ -108,11 +108,11 @@ class Shutdown:
                 await self._wait(lambda level=level: _ended(level), lambda now=now, left=left: self._share(now, left))  # type: ignore[misc]
 
     def _share(self, began: float, levels_left: int) -> float:
-        """Until when those of higher priority wait for a level that stopped its intake at ``began``."""
+        """Return until when loops of higher priority wait for a level that stopped its intake at ``began``."""
         return began + (self._deadline - began) / levels_left
 
     def _levels(self) -> list[list[ManagedLoop]]:
-        """The loops by priority, the lowest first."""
+        """Return the loops by priority, the lowest first."""
         return [list(level) for _, level in groupby(sorted(self._managed_loops, key=_priority), key=_priority)]
 
     async def _cancel(self) -> None:
@@ -153,7 +153,7 @@ class Shutdown:
                 await self._change.wait()
 
     def _left(self, managed: ManagedLoop, now: float) -> float:
-        """The seconds that a managed loop has from now on before its work is cancelled."""
+        """Return the seconds that a managed loop has from now on before its work is cancelled."""
         own = managed.loop.shutdown_timeout
         limit = self._deadline if own is None or self._deadline == math.inf else min(self._deadline, now + own)
         return max(0.0, limit - now)

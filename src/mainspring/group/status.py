@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def status_at_rest(name: str, crash: BaseException | None) -> GroupStatus:
-    """A group that does not run."""
+    """Return the status of a group that does not run."""
     why = "not running" if crash is None else f"not running: it crashed with {type(crash).__name__}: {crash}"
     return GroupStatus(
         name, GroupState.IDLE, started=False, ready=False, live=crash is None, reasons=(why,), uptime=0.0,
@@ -25,7 +25,7 @@ def status_at_rest(name: str, crash: BaseException | None) -> GroupStatus:
 
 
 def status_of(lifetime: Lifetime) -> GroupStatus:
-    """A group that runs."""
+    """Return the status of a group that runs."""
     now = anyio.current_time()
     threshold = lifetime.settings.watchdog_threshold
     loops = tuple(_loop(managed, threshold, now) for managed in lifetime.managed_loops)

@@ -29,7 +29,7 @@ class ThreadLeaks:
         self._before = {thread.ident for thread in threading.enumerate()}
 
     def threads(self) -> list[threading.Thread]:
-        """The run's threads that would hold up the end of the program, those included that a pool is about to end."""
+        """Return the run's threads that would hold up the end of the program, those included that a pool is about to end."""
         return [
             thread
             for thread in threading.enumerate()

@@ -68,7 +68,7 @@ class UntilEmpty:
         return anyio.current_time() + pause
 
     async def _is_empty(self) -> bool:
-        """Whether nothing is left anywhere: two passes, as one mailbox's handler may fill another's between two looks."""
+        """True if nothing is left anywhere. It takes two passes, as a handler may fill another mailbox between two looks."""
         ended = self._ended
         for _ in range(2):
             for mailbox in self._mailboxes:

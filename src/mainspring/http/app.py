@@ -69,7 +69,7 @@ class Source(Protocol):
     """The events that the metrics count."""
 
     def status(self) -> GroupStatus:
-        """The present status."""
+        """Return the present status."""
 
     def request_drain(self, reason: str) -> None:
         """Ask for a drain: no new work, finish, end. Returns at once; asking again changes nothing."""
@@ -81,7 +81,7 @@ class Source(Protocol):
         """Take new work again."""
 
     def mailboxes(self) -> Sequence[Countable]:
-        """The mailboxes whose depth is of interest."""
+        """Return the mailboxes whose depth is of interest."""
 
     async def refresh_checks(self) -> None:
         """Ask the readiness checks again where their answers are not fresh; each has a deadline of its own."""

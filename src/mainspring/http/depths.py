@@ -23,7 +23,7 @@ class Countable(Protocol):
     name: str
 
     async def counts(self) -> Counts:
-        """Where its messages are."""
+        """Return where its messages are."""
 
 
 class DepthReader:
@@ -44,7 +44,7 @@ class DepthReader:
         self._read: tuple[MailboxStatus, ...] | None = None
 
     async def read(self) -> tuple[MailboxStatus, ...]:
-        """The counts, in the order of the mailboxes. Cancelled, it leaves nothing behind."""
+        """Return the counts, in the order of the mailboxes. Cancelled, it leaves nothing behind."""
         async with self._lock:  # who waits here finds a fresh answer; the holder has a deadline
             if self._read is None or not 0 <= anyio.current_time() - self._read_at < self._max_age:
                 self._read = await self._ask_all()

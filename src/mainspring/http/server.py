@@ -66,7 +66,7 @@ class HealthServer:
         self._stopping.set()
 
     async def serve(self, *, task_status: TaskStatus[str] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Serve until :meth:`stop`; ``started`` hands over the URL. Cancelled, it closes every socket without grace.
+        """Serve until :meth:`stop`. ``started`` hands over the URL. Cancelled, it closes every socket without grace.
 
         :raises ConfigError: it runs on trio and anycorn is not installed.
         """
@@ -100,7 +100,7 @@ class HealthServer:
 
 
 async def listen(host: str, port: int) -> socket.socket:
-    """As :func:`bind`, with a host name looked up on a thread of the library's own."""
+    """Bind as :func:`bind` does, with a host name looked up on a thread of the library's own."""
     name = _bare(host)
     if not name or host.startswith(_UNIX):
         return bind(host, port)
@@ -128,7 +128,7 @@ def _unresolved(host: str, error: OSError | UnicodeError) -> ConfigError:
 
 
 def bind(host: str, port: int, address: str | None = None) -> socket.socket:
-    """A listening socket on ``host`` and ``port``; port 0 takes a free one. A host ``unix:/path`` is a Unix socket.
+    """Return a listening socket on ``host`` and ``port``; port 0 takes a free one. A host ``unix:/path`` is a Unix socket.
 
     ``address`` is that of a host name which was looked up. ``::`` takes IPv4 as well. A Unix socket can be used by this
     user only, and replaces the file of a program that is gone.
@@ -204,7 +204,7 @@ def _bind_unix(path: str) -> socket.socket:
 
 
 def _remove_stale(path: str) -> None:
-    """Remove the socket file of a program that is gone; raise where one still listens or the file is no socket."""
+    """Remove the socket file of a program that is gone. Raise if one still listens or the file is no socket."""
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
@@ -224,7 +224,7 @@ def _remove_stale(path: str) -> None:
 
 
 def _identity(sock: socket.socket) -> tuple[str, int | None] | None:
-    """The file of a Unix socket and which file that is; None for others."""
+    """Return the path of a Unix socket and its inode; None for others."""
     if sock.family != socket.AF_UNIX:
         return None
     path = str(sock.getsockname())
@@ -239,12 +239,12 @@ def _inode(path: str) -> int | None:
 
 
 def is_loopback(sock: socket.socket) -> bool:
-    """Whether only this machine can reach the listener."""
+    """True if only this machine can reach the listener."""
     return sock.family == socket.AF_UNIX or ipaddress.ip_address(sock.getsockname()[0]).is_loopback
 
 
 def url(sock: socket.socket) -> str:
-    """How people write the address of the listener: ``http://127.0.0.1:8080``, ``unix:/run/app.sock``."""
+    """Return the address of the listener as people write it: ``http://127.0.0.1:8080``, ``unix:/run/app.sock``."""
     name = sock.getsockname()
     if sock.family == socket.AF_UNIX:
         return f"{_UNIX}{name}"

@@ -80,7 +80,7 @@ class Usage:
     cost: Decimal = Decimal(0)
 
     def plus(self, other: Usage) -> Usage:
-        """Both together."""
+        """Return both together."""
         return Usage(
             self.input_tokens + other.input_tokens,
             self.output_tokens + other.output_tokens,
@@ -135,7 +135,7 @@ class BudgetTracker:
         total_tokens: int | None = None,
         cost: Decimal | float = 0,
     ) -> Usage:
-        """Count what one call has used; all that was used so far.
+        """Count what one call has used. Return all that was used so far.
 
         :param total_tokens: where it is not the sum of the two: some models count more.
         :raises BudgetExceededError: it is more than the budget allows. It is counted nevertheless: it was used.
@@ -160,14 +160,14 @@ class BudgetTracker:
         self._process = identity()
 
     def check(self) -> None:
-        """Raise where the budget is exceeded, its deadline included: before the next expensive call.
+        """Raise if the budget is exceeded, its deadline included. Call it before the next expensive call.
 
         :raises BudgetExceededError: it says which limit, and by how much.
         """
         self._check(self._used)
 
     def remaining(self) -> dict[str, Any]:
-        """What is left of each limit that there is, by its name, 0 where it is used up; of the deadline the seconds."""
+        """Return what is left of each limit, by its name: 0 if it is used up, and of the deadline the seconds."""
         left: dict[str, Any] = {}
         if self.budget.deadline is not None:
             left["deadline"] = self.budget.deadline.remaining()

@@ -33,7 +33,7 @@ MOST_PARTS = 10
 
 
 def parts_of(name: Any) -> tuple[str, ...]:
-    """The parts of a name, or :class:`InvalidParameterError` for what could lead elsewhere."""
+    """Return the parts of a name. Raise :class:`InvalidParameterError` if it could lead elsewhere."""
     parts = tuple(name.split("/")) if isinstance(name, str) else ()
     if not (parts and len(parts) <= MOST_PARTS and all(_PART.fullmatch(part) for part in parts)):
         raise refused(
@@ -47,7 +47,7 @@ def refused(name: Any, why: str) -> InvalidParameterError:
 
 
 def is_part(word: str) -> bool:
-    """Whether a name may have it between two of its ``/``."""
+    """True if a name may have it between two of its ``/``."""
     return _PART.fullmatch(word) is not None
 
 
@@ -204,14 +204,14 @@ class Overrides:
         return f"<Overrides in {self.directory}>"
 
     async def read(self, name: str, default: str, *, tag: str | None = None) -> str:
-        """The text that overrides ``default``: of the current version, or of the newest one with the ``tag``; else ``default``.
+        """Return the text of the current version, or of the newest one with the ``tag``; ``default`` if there is none.
 
         :raises OverrideDamagedError: the text is not what was written.
         """
         return await _in_thread(self._read, parts_of(name), default, tag)
 
     async def write(self, name: str, text: str, *, tags: Iterable[str] = ()) -> int:
-        """Keep ``text`` as the next version, and make it the current one; its number, from 1. It is on the disk then.
+        """Keep ``text`` as the next version, and make it the current one. Return its number, from 1. It is on the disk then.
 
         :param tags: of this version: what :meth:`read` can ask for. Letters, digits, ``.``, ``_``, ``:``, ``-``.
         :raises OverrideLockedError: others have written for ``lock_timeout`` seconds.
@@ -228,11 +228,11 @@ class Overrides:
         return await _in_thread(self._write, parts_of(name), raw, tuple(dict.fromkeys(words)), clock.utc_now())
 
     async def versions(self, name: str) -> tuple[OverrideVersion, ...]:
-        """All versions, the oldest first; none where there is no such override."""
+        """Return all versions, the oldest first; none if there is no such override."""
         return await _in_thread(self._versions, parts_of(name))
 
     async def rollback(self, name: str, version: int | None = None) -> int:
-        """Make another version the current one; its number. 0 is that of no override.
+        """Make another version the current one. Return its number. 0 is that of no override.
 
         Every version remains, and the next one written is a new one.
 
@@ -258,7 +258,7 @@ class Overrides:
         await _in_thread(self._move_tag, parts_of(name), tag, version)
 
     async def names(self) -> tuple[str, ...]:
-        """The names that have versions, sorted."""
+        """Return the names that have versions, sorted."""
         return await _in_thread(self._names, ())
 
     # ----------------------------------------------------------------------------------------------- in worker threads
@@ -326,7 +326,7 @@ class Overrides:
 
     @contextmanager
     def _changed(self, what: str, parts: tuple[str, ...]) -> Iterator[Index]:
-        """The index of a name, to be changed by the block, and saved then."""
+        """Hand the index of a name to the block, which changes it, and save it then."""
         with self._opened(parts, make=False) as folder:
             if folder is None:
                 raise InvalidParameterError(f"{what}: there is no override {'/'.join(parts)!r}")
@@ -336,7 +336,7 @@ class Overrides:
                 index.save(folder, parts)
 
     def _names(self, parts: tuple[str, ...]) -> tuple[str, ...]:
-        """Those below ``parts``."""
+        """Return the names below ``parts``."""
         with self._opened(parts, make=False) as folder:
             if folder is None:
                 return ()
@@ -347,7 +347,7 @@ class Overrides:
 
     @contextmanager
     def _opened(self, parts: tuple[str, ...], *, make: bool) -> Iterator[int | None]:
-        """The directory of a name; None where it is not there."""
+        """Open the directory of a name; None if it is not there."""
         folder = self._open(parts, make)
         try:
             yield folder
@@ -381,7 +381,7 @@ class Overrides:
 
     @contextmanager
     def _locked(self, folder: int, parts: tuple[str, ...]) -> Iterator[None]:
-        """One writer at a time; the lock goes with its process."""
+        """Let one writer in at a time. The lock goes with its process."""
         lock = open_file(folder, _LOCK, os.O_RDWR | os.O_CREAT, parts)
         try:
             began, pause = clock.monotonic(), threading.Event()

@@ -111,7 +111,7 @@ class _Storms:
         self._lines: dict[str, tuple[int, datetime]] = {}
 
     def calmed(self, write: Callable[[Any], None]) -> Callable[[Any], None]:
-        """A writer that leaves off in a storm, unless DEBUG asks for every line."""
+        """Return a writer that leaves off in a storm, unless DEBUG asks for every line."""
 
         def write_or_not(event: Any) -> None:
             if not _is_trouble(event) or _loop.isEnabledFor(logging.DEBUG) or (count := self._count(event)) <= STORM:

@@ -62,7 +62,7 @@ class StatusSource(Protocol):
     """A group, or any object that has its status."""
 
     def status(self) -> GroupStatus:
-        """The present status."""
+        """Return the present status."""
 
 
 class _Histogram:
@@ -119,7 +119,7 @@ class GroupMetrics:
         self.registry.register(self._page)
 
     def subscribe(self, dispatcher: events.Dispatcher) -> Callable[[], None]:
-        """Count the events of ``dispatcher`` from now on; the returned function ends it."""
+        """Count the events of ``dispatcher`` from now on. Return a function that ends this."""
         collector = self.collector
         ends = [
             dispatcher.subscribe(events.MessageFinished, collector.finished),
@@ -142,7 +142,7 @@ class GroupMetrics:
         await self._page.collect_theirs()
 
     def render(self, depths: Sequence[MailboxStatus] = (), accept: str = "") -> tuple[bytes, str]:
-        """The metrics as text and its content type, in the format that the ``Accept`` header asks for.
+        """Return the metrics as text and its content type, in the format that the ``Accept`` header asks for.
 
         ``depths`` are the mailboxes' counts, which only an async caller can get; one without counts is left out. Without
         :meth:`collect_soon` before it, the application's collectors are called here.
@@ -202,8 +202,11 @@ class _Page:
 
 
 class _Collector:
-    """Counts events, and makes the families of a scrape. It stays clear of the client's own counters: they lock, which the
-    path of each message would pay for, and turn into files where ``PROMETHEUS_MULTIPROC_DIR`` is set."""
+    """Counts events, and makes the families of a scrape.
+
+    It does without the client's own counters: they lock, which the path of each message would pay for, and turn into files if
+    ``PROMETHEUS_MULTIPROC_DIR`` is set.
+    """
 
     def __init__(self, source: StatusSource) -> None:
         self._source = source

@@ -82,7 +82,7 @@ class MailboxStatus:
 
 
 def plain(value: Any) -> Any:
-    """``value`` as JSON holds it: dataclasses as objects, seconds and dates to the millisecond, what is not finite as null."""
+    """Return ``value`` as JSON holds it: dataclasses as objects, seconds and dates to the millisecond, infinity as null."""
     if is_dataclass(value):
         return {item.name: plain(getattr(value, item.name)) for item in fields(value)}
     if isinstance(value, Mapping):

@@ -48,12 +48,12 @@ class Restored:
 
 
 class History:
-    """One for a session with all its children, as its writer."""
+    """Reads the past of a session and its children from the journal, and replaces it. One for all of them, as the writer."""
 
     def __init__(self, writer: SessionWriter) -> None:
         self._writer = writer
         self.up_to_damage = False
-        """Whether a damaged journal is opened with what comes before the damage."""
+        """True if a damaged journal is opened with what comes before the damage."""
         self._cells: dict[str, Cell] = {}
         self._codecs: dict[str, SnapshotCodec] = {}
         self._waiting: dict[str, list[StoredEvent | Snapshot]] = {}
@@ -63,7 +63,7 @@ class History:
         self._past = 0
 
     def join(self, cell: Cell) -> None:
-        """A session or a child is made; what is known of it happens to it now."""
+        """Take in a session or a child that was just made, with the events that are known of it."""
         path, restored = cell.path, self._on_its_way()
         if self._writer.journal is not None and (self._scope is not None or path in self._waiting):
             cell.codecs = EventCodecs(cell.name, path, cell.slices.event_types)
@@ -79,7 +79,7 @@ class History:
         self._writer.cells.append(cell)
 
     def _after(self, cell: Cell, past: Iterable[StoredEvent | Snapshot]) -> Values:
-        """The slices of a session that has just been made, after all that."""
+        """Return the slices of a session that has just been made, after its ``past``."""
         values = cell.values
         for what in past:
             values = self._next(cell, values, what)
@@ -94,11 +94,11 @@ class History:
     # --------------------------------------------------------------------------------------------------------- snapshots
 
     def version(self, cell: Cell) -> int:
-        """That of its state class."""
+        """Return the version of its state class."""
         return self._codecs[cell.path].version
 
     def snapshot(self, cell: Cell, *, tip: bool, waiting: Mapping[str, Any] | None = None) -> Snapshot:
-        """The slices of a session and of its children: those that everybody sees, or those of the ``tip``."""
+        """Return the slices of a session and of its children: those that readers see, or those of the ``tip``."""
         codec = self._codecs[cell.path]
         unmade = self._waiting if waiting is None else waiting
         children = {
@@ -122,7 +122,7 @@ class History:
         return replace(past[0], children=children)
 
     def _restored(self, cell: Cell, snapshot: Snapshot) -> Restored:
-        """What the snapshot says of a session and its children."""
+        """Return what the snapshot makes of a session and its children."""
         values: dict[Cell, Values] = {}
         waiting = {path: past for path, past in self._waiting.items() if not _is_below(path, cell.path)}
         self._read(cell.path, snapshot, values, waiting)
@@ -147,7 +147,7 @@ class History:
             self._read(f"{path}/{name}" if path else name, child, values, waiting)
 
     def replace(self, transaction: Transaction, cell: Cell, snapshot: Snapshot) -> DispatchResult:
-        """Make what the snapshot says of a session and its children what is, as all that this transaction does."""
+        """Restore a session and its children from the snapshot, as all that this transaction does."""
         restored = self._restored(cell, snapshot)
         result = transaction.replace(restored.values, self._replaced)
         if self._writer.journal is not None:
@@ -157,7 +157,7 @@ class History:
         return result
 
     def _replaced(self) -> None:
-        """It is durable, and all that there was is replaced."""
+        """Show what was restored, now that it is durable."""
         restored, self._restoring = self._restoring, None
         assert restored is not None
         for cell, values in restored.late.items():
@@ -165,7 +165,7 @@ class History:
         self._waiting = restored.waiting
 
     def _on_its_way(self) -> Restored | None:
-        """What shall replace all that there is once it is durable."""
+        """Return the restored state that waits for the journal, if there is one."""
         if self._restoring is not None and not self._writer.is_pending(self._replaced):
             self._restoring = None  # it has failed
         return self._restoring
@@ -183,7 +183,7 @@ class History:
     # -------------------------------------------------------------------------------------------------------- the journal
 
     async def open(self) -> None:
-        """Read the journal, where there is one, and have it written from now on."""
+        """Read the journal, if there is one, and have it written from now on."""
         writer = self._writer
         if writer.journal is None:
             writer.entered()
@@ -237,7 +237,7 @@ class History:
             await writer.calls.let_go(CLOSE_TIMEOUT)
 
     async def _replay(self, journal: Journal, calls: JournalCalls) -> int:
-        """Let all that the journal holds happen; the number of its last event. Children may be made meanwhile."""
+        """Apply all events of the journal. Return the number of the last one. Children may be made meanwhile."""
         self._waiting = {}
         for cell in self._cells.values():
             cell.codecs = EventCodecs(cell.name, cell.path, cell.slices.event_types)
@@ -256,7 +256,7 @@ class History:
         return self._past
 
     async def _replay_entries(self, journal: Journal, calls: JournalCalls, good: list[bytes]) -> None:
-        """Let all that the journal holds happen, or all that comes before what is damaged, which is raised then."""
+        """Apply all events of the journal, or all before the damage, which is raised then."""
         self._past = 0
         entries, place = await calls.entries(), 0
         while raw := await calls.read(entries, ENTRIES_AT_ONCE):
@@ -291,13 +291,15 @@ class History:
 
 
 def _children(paths: Iterable[str], of: str) -> dict[str, str]:
-    """The names and paths of the children of ``of`` that ``paths`` lead to or through: one that is not made may have nothing
-    but children of its own."""
+    """Return the names and paths of the children of ``of`` that ``paths`` lead to or through.
+
+    A child that is not made yet may have nothing but children of its own.
+    """
     inside = f"{of}/" if of else ""
     names = (path[len(inside) :].split("/")[0] for path in paths if path.startswith(inside))
     return {name: f"{inside}{name}" for name in names if name}
 
 
 def _is_below(path: str, of: str) -> bool:
-    """Whether it is the path of that session, or of a child or a child's child of it."""
+    """True if it is the path of that session, or of one below it."""
     return not of or path == of or path.startswith(f"{of}/")

@@ -52,7 +52,7 @@ class Journal(ABC):
 
     @abstractmethod
     def entries(self) -> Iterator[bytes]:
-        """All entries, oldest first.
+        """Yield all entries, oldest first.
 
         :raises JournalDamagedError: it holds what was never written to it.
         """
@@ -221,7 +221,7 @@ class Entries:
         self._damage: JournalDamagedError | None = None
 
     def take(self, most: int) -> list[bytes]:
-        """The next ones; none at their end."""
+        """Return the next ones; none at their end."""
         if self._damage is not None:
             raise self._damage
         found: list[bytes] = []

@@ -38,7 +38,7 @@ class Version:
     upcast: Mapping[int, Callable[[Any], Any]] = field(default_factory=dict)
 
     def up_to_date(self, data: Any, number: int) -> Any:
-        """``data`` (plain JSON), stored as version ``number``, in its present shape."""
+        """Return ``data`` (plain JSON), stored as version ``number``, in its present shape."""
         if not is_whole(number, 1) or number > self.number:
             raise UnknownVersionError(
                 f"{self.name!r} is stored in version {number!r}, and this code knows it up to version {self.number};"
@@ -98,7 +98,7 @@ def versioned(
 
 
 def version_of(kind: type[Any]) -> Version:
-    """What :func:`versioned` said of the class itself (a subclass is another one), else version 1 under its own name."""
+    """Return what :func:`versioned` said of the class itself, not of one above it, else version 1 under its own name."""
     said = vars(kind).get(_ATTRIBUTE)
     return said if isinstance(said, Version) else Version(_name(kind))
 
@@ -141,12 +141,12 @@ class JournalEntry:
 
 
 def entry_of_events(seq: int, events: Iterable[bytes]) -> bytes:
-    """An entry of events that :meth:`EventCodecs.encode` has written."""
+    """Return an entry of events that :meth:`EventCodecs.encode` has written."""
     return _seal(b'{"seq":%d,"events":[%s]}' % (seq, b",".join(events)))
 
 
 def entry_of_snapshot(seq: int, snapshot: bytes) -> bytes:
-    """An entry that replaces all that was before it.
+    """Return an entry that replaces all that was before it.
 
     :raises SerializationError: it could not be read.
     """
@@ -160,7 +160,7 @@ def _seal(raw: bytes) -> bytes:
 
 
 def read_entry(raw: bytes, place: str) -> JournalEntry:
-    """What ``raw`` holds; ``place`` says in an error where it stands.
+    """Return the entry that ``raw`` holds. ``place`` says in an error where it stands.
 
     :raises JournalDamagedError: it is not what was written.
     """
@@ -180,14 +180,16 @@ def read_entry(raw: bytes, place: str) -> JournalEntry:
 
 
 def is_sealed(raw: bytes) -> bool:
-    """Whether it is an entry as it was written, by its checksum."""
+    """True if it is an entry as it was written, by its checksum."""
     seal = _SEAL.fullmatch(raw, max(0, len(raw) - SEAL_LENGTH))
     return seal is not None and int(seal[1], 16) == crc32(raw[:-SEAL_LENGTH])
 
 
 def is_journal(head: bytes, last: bytes) -> bool:
-    """Whether a file is a journal, damaged or not: it begins with ``head`` as an entry does, whole or not, or ``last``, its
-    last whole line, ends like one."""
+    """True if a file is a journal, damaged or not.
+
+    Its ``head`` begins as an entry does, whole or not, or ``last``, its last whole line, ends like one.
+    """
     if _SEAL.fullmatch(last, max(0, len(last) - SEAL_LENGTH)):
         return True
     number = _HEAD.match(head)
@@ -229,11 +231,11 @@ class EventCodecs:
         self._by_type[kind] = head, codec
 
     def knows(self, kind: type[Any]) -> bool:
-        """Whether events of exactly that class can be written."""
+        """True if events of exactly that class can be written."""
         return kind in self._by_type
 
     def encode(self, event: Any) -> bytes:
-        """One event for :func:`entry_of_events`.
+        """Return one event for :func:`entry_of_events`.
 
         :raises SerializationError: it is not of its type as that is annotated, or no JSON, or would be read as something else.
         :raises UnknownEventError: it is of a subclass that is not registered itself, and could not be read again.
@@ -254,7 +256,7 @@ class EventCodecs:
         return b"%s%s}" % (head, raw)
 
     def decode(self, stored: StoredEvent) -> Any:
-        """The event that was stored, brought up to date.
+        """Return the event that was stored, brought up to date.
 
         :raises UnknownEventError: nothing is registered under its name.
         :raises UnknownVersionError: it is of a version that the code does not know, or that nothing leads on from.

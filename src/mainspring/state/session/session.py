@@ -1,4 +1,4 @@
-"""``Session``: state that is made of events, by one writer, in typed slices that everybody may read."""
+"""``Session``: state that is made of events, by one writer, in typed slices that any thread may read."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Session(Generic[S]):
         dispatcher: Dispatcher | None = None,
         up_to_damage: bool = False,
     ) -> Session[Any]:
-        """A session that its journal outlives: ``async with Session.open(Chat, journal="sqlite:///chat.db") as session``.
+        """Return a session that its journal keeps: ``async with Session.open(Chat, journal="sqlite:///chat.db") as session``.
 
         Entering it reads the journal and brings the state to where it was; the subscribers are told nothing of that. From
         then on :meth:`dispatch` returns once the event is durable: what it has returned for is there after any crash, and
@@ -182,7 +182,7 @@ class Session(Generic[S]):
         return cast("S", seen[1])
 
     def __getitem__(self, slice: str) -> Any:  # noqa: A002 - as above
-        """One slice by its name, declared or registered."""
+        """Return one slice by its name, declared or registered."""
         try:
             return self._values()[slice]
         except KeyError:
@@ -236,7 +236,7 @@ class Session(Generic[S]):
                 writer.withdraw(held)
 
     def dispatch_nowait(self, event: Any) -> Ticket[DispatchResult]:
-        """As :meth:`dispatch`, without waiting: the ticket has the result. For subscribers and other plain functions.
+        """Dispatch without waiting, for subscribers and other plain functions. The ticket has the result of :meth:`dispatch`.
 
         Its turn is at once, but for a subscriber's event (after the event that it is told of) and while another task's
         transaction runs.
@@ -291,7 +291,7 @@ class Session(Generic[S]):
     # --------------------------------------------------------------------------------------------------------- snapshots
 
     def snapshot(self) -> Snapshot:
-        """The slices as plain JSON data, with those of the children.
+        """Return the slices as plain JSON data, with those of the children.
 
         :raises SerializationError: a slice holds what is no JSON.
         :raises ConfigError: nothing says of what type a slice is.
@@ -335,7 +335,7 @@ class Session(Generic[S]):
     @overload
     def child(self, name: str, state: Q) -> Session[Q]: ...
     def child(self, name: str, state: Any = None) -> Session[Any]:
-        """The child session of that name, made at the first call: slices of its own, on the writer of this session.
+        """Return the child session of that name, made at the first call: slices of its own, on the writer of this session.
 
         Its events are numbered, ordered and journaled together with its parent's, and a transaction of either spans both.
         They change the child's slices only. The parent sees the child through :attr:`children`, and its subscribers hear of the
@@ -377,7 +377,7 @@ class Session(Generic[S]):
 
 
 def _journal_of(given: Where) -> Journal:
-    """The journal that ``given`` means, unopened: itself, ``"sqlite:///file.db"``, or the path of a ``.jsonl`` file.
+    """Return the journal that ``given`` means, unopened: itself, ``"sqlite:///file.db"``, or the path of a ``.jsonl`` file.
 
     :raises ConfigError: it means none.
     """

@@ -87,7 +87,7 @@ def on(event_type: type[Any], reducer: Reducer | Step) -> On:
 
 
 def as_reducer(given: Any) -> Reducer:
-    """What was given as a reducer, looked at: it must be a plain function that can be called as ``(slice, event)``."""
+    """Return what was given as a reducer, if it is a plain function that can be called as ``(slice, event)``; else raise."""
     if isinstance(given, Reducer):
         return given
     if not callable(given):
@@ -109,8 +109,10 @@ def as_reducer(given: Any) -> Reducer:
 
 
 def events_of(reducer: Reducer, given: Any, slice_type: Any) -> tuple[type[Any], ...]:
-    """The event types of a reducer in an annotation that does not say them: those that the slice holds, or, of a function,
-    those of its second parameter."""
+    """Return the event types of a reducer in an annotation that does not say them.
+
+    They are what the slice holds, or the type of a function's second parameter.
+    """
     if reducer.holds == "many":
         items = get_args(slice_type)
         found = items[0] if get_origin(slice_type) is tuple and len(items) == 2 and items[1] is ... else None
@@ -130,13 +132,13 @@ def events_of(reducer: Reducer, given: Any, slice_type: Any) -> tuple[type[Any],
 
 
 def parameter_type(fn: Any) -> Any:
-    """The annotation of the second parameter of a function, or None."""
+    """Return the annotation of the second parameter of a function, or None."""
     names = list(inspect.signature(fn).parameters)
     return _hints(fn).get(names[1]) if len(names) > 1 else None
 
 
 def return_type(fn: Any) -> Any:
-    """The annotation of what a function returns, or None."""
+    """Return the annotation of what a function returns, or None."""
     return _hints(fn).get("return")
 
 
@@ -148,7 +150,7 @@ def _hints(fn: Any) -> dict[str, Any]:
 
 
 def check_event_type(kind: Any) -> None:
-    """Raise :class:`ConfigError` for what is no class of immutable values."""
+    """Raise :class:`ConfigError` if it is no class of immutable values."""
     if not isinstance(kind, type):
         raise ConfigError(f"an event type must be a class, not {kind!r}")
     parameters = getattr(kind, "__dataclass_params__", None)
@@ -261,7 +263,7 @@ class Slices:
     # --------------------------------------------------------------------------------------------------- what happens
 
     def reduce(self, values: Values, event: Any) -> tuple[Values, tuple[str, ...]]:
-        """The slices after ``event``, and the names of those that took it.
+        """Return the slices after ``event``, and the names of those that took it.
 
         :raises ReducerError: a reducer raised, or returned what can be changed, or the state class does not take it; ``values``
             hold on.
@@ -285,7 +287,7 @@ class Slices:
         return after, changed
 
     def check(self, values: Values) -> None:
-        """Let the state class look at the slices, where it has a ``__post_init__``.
+        """Have the state class check the slices, if it has a ``__post_init__``.
 
         :raises ReducerError: that raised.
         """
@@ -298,7 +300,7 @@ class Slices:
             raise ReducerError(f"session {self._session!r}: {name} refuses its slices: {describe(error)}") from error
 
     def reduces(self, event_type: type[Any]) -> bool:
-        """Whether some slice is reduced from such events."""
+        """True if some slice is reduced from such events."""
         return bool(self._route(event_type)[0])
 
     def _route(self, kind: type[Any]) -> Route:
@@ -322,13 +324,13 @@ class Slices:
     # ---------------------------------------------------------------------------------------------------- how it looks
 
     def view(self, values: Values) -> Any:
-        """The slices as an instance of the state class, or as a mapping that cannot be written where there is none."""
+        """Return the slices as an instance of the state class, or as a read-only mapping if there is none."""
         if self._state_class is None:
             return MappingProxyType(values)
         return self._state_class(**{name: values[name] for name in self._fields})
 
     def type_of(self, name: str) -> Any:
-        """The type of a slice, for its way to JSON and back.
+        """Return the type of a slice, for its way to JSON and back.
 
         :raises ConfigError: nothing says it.
         """
@@ -347,7 +349,7 @@ class Slices:
 
 
 def _rules_of(note: Any, slice_type: Any) -> Iterator[tuple[type[Any], Reducer]]:
-    """What one annotation of a field says; nothing where it is another library's."""
+    """Yield the event types and reducers that one annotation of a field says; none if it is another library's."""
     if isinstance(note, On):
         yield note.event_type, note.reducer
     elif isinstance(note, Reducer) or callable(note):

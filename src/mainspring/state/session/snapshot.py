@@ -37,7 +37,7 @@ class Snapshot:
     format: int = FORMAT
 
     def to_json(self) -> bytes:
-        """As JSON, for :meth:`Session.restore` at another time.
+        """Return it as JSON, for :meth:`Session.restore` at another time.
 
         :raises SerializationError: it is nested too deep to be read back.
         """
@@ -50,7 +50,7 @@ class Snapshot:
 
     @classmethod
     def of(cls, given: Any, known: int = 1) -> Snapshot:
-        """From a snapshot, or from its JSON as text, bytes or the mapping that it was.
+        """Make one from a snapshot, or from its JSON as text, bytes or the mapping that it was.
 
         :param known: the version of the state class: a newer one is named where the rest cannot be read.
         :raises UnknownVersionError: it is of a newer format, or of a newer version and cannot be read.
@@ -90,7 +90,7 @@ class Snapshot:
 
 
 def is_child_name(name: Any) -> bool:
-    """Whether a child session can be called that."""
+    """True if a child session can be called that."""
     return isinstance(name, str) and name != "" and "/" not in name
 
 
@@ -103,7 +103,7 @@ class SnapshotCodec:
         self._codecs: dict[tuple[str, int], SliceCodec] = {}
 
     def take(self, values: Values) -> dict[str, Any]:
-        """The slices as JSON data.
+        """Return the slices as JSON data.
 
         :raises SerializationError: one of them is no JSON, or would come back as something else.
         """
@@ -114,7 +114,7 @@ class SnapshotCodec:
         return taken
 
     def read(self, snapshot: Snapshot) -> Values:
-        """The slices that a snapshot holds; one that it does not know yet is as at first."""
+        """Return the slices that a snapshot holds. A slice that it does not know yet has its initial value."""
         data = self._version.up_to_date(dict(snapshot.slices), snapshot.version)
         if not isinstance(data, Mapping):
             raise SerializationError(f"session {self._name!r}: the upcaster of its state returned no mapping of slices")
@@ -135,7 +135,7 @@ class SnapshotCodec:
 
     @contextmanager
     def _named(self, name: str) -> Iterator[None]:
-        """An error says which slice it is of."""
+        """Have an error say which slice it is of."""
         where = f"session {self._name!r}: slice {name!r}"
         try:
             yield
@@ -178,7 +178,7 @@ class SliceCodec:
         self._whole, self._item = Codec(kind), Codec(item) if held else None
 
     def write(self, value: Any) -> Any:
-        """JSON data.
+        """Return a value as JSON data.
 
         :raises SerializationError: it is no JSON, or would come back as something else.
         """
@@ -198,7 +198,7 @@ class SliceCodec:
         return self._item.encode(item)
 
     def read(self, data: Any) -> Any:
-        """What the data is.
+        """Return the value that the data holds.
 
         :raises SerializationError: it does not fit.
         :raises UnknownEventError: it holds an event of a type that is not registered.
@@ -224,7 +224,7 @@ class SliceCodec:
 
 
 def _stored(data: Any) -> StoredEvent | None:
-    """The event that was written so, or None where it is something else."""
+    """Return the event that was written so, or None if it is something else."""
     if isinstance(data, Mapping) and data.keys() == {"type", "v", "data"} and isinstance(data["type"], str):
         return StoredEvent("", data["type"], data["v"], data["data"])
     return None

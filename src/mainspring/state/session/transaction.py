@@ -35,22 +35,22 @@ class Transaction:
         self.entry: bytes | None = None
         """What the journal gets, where that is not the events."""
         self.rewrites = False
-        """Whether it gets that instead of all that it holds."""
+        """True if it gets that instead of all that it holds."""
         self._after: Callable[[], object] | None = None
 
     def is_inside(self) -> bool:
-        """Whether this code runs in the block, or in a task or thread started there."""
+        """True if this code runs in the block, or in a task or thread started there."""
         return self in _inside.get()
 
     # ----------------------------------------------------------------------------------------------- the writer calls
 
     def begin(self) -> None:
-        """Its turn has come."""
+        """Begin: its turn has come."""
         self._seq = self._writer.seq
         self._called()
 
     def refuse(self, error: SessionClosedError) -> None:
-        """Its turn will not come."""
+        """End the wait for its turn, which will not come."""
         self._refused = error
         self._called()
 
@@ -78,13 +78,13 @@ class Transaction:
         return DispatchResult(0, (), changed, seq)
 
     def add(self, cell: Cell, name: str, value: Any) -> None:
-        """A slice is registered meanwhile: what has happened so far has it too."""
+        """Add a slice that was registered meanwhile to the events so far."""
         self._steps = [
             step._replace(values={**step.values, name: value}) if step.cell is cell else step for step in self._steps
         ]
 
     def replace(self, values: Mapping[Cell, Values], after: Callable[[], object]) -> DispatchResult:
-        """Restore, as all that this transaction does: these are the slices from now on; ``after()`` is called with its end."""
+        """Replace the slices, as all that this transaction does. ``after()`` is called with its end."""
         self._writer.seq = seq = self._seq + 1
         for cell, restored in values.items():
             self._touched[cell] = None
@@ -165,8 +165,10 @@ class Transaction:
 
 
 async def _ready(ticket: Ticket[Any]) -> None:
-    """Wait for the answer, and raise what has cancelled that only then. No scope of anyio's keeps ``asyncio.timeout`` and
-    ``Task.cancel`` from reaching a task, each of them once."""
+    """Wait for the answer even when cancelled, and raise the cancellation after it.
+
+    A shield of anyio's does not keep ``asyncio.timeout`` and ``Task.cancel`` from reaching a task, each of them once.
+    """
     cancelled: BaseException | None = None
     with anyio.CancelScope(shield=True):
         while not ticket.is_ready:

@@ -64,19 +64,19 @@ class Inbox:
         return self._process is None
 
     def open(self) -> None:
-        """The session is entered, on the running event loop."""
+        """Take events from other threads, now that the session is entered on the running event loop."""
         self._loop, self._process = event_loop(), identity()
         self._users += 1
 
     def close(self) -> None:
-        """The session is left: hand over what has come, and take no more."""
+        """Hand over what has come, and take no more, now that the session is left."""
         self._users -= 1
         if self._users <= 0:
             self._users, self._loop = 0, None
             self._hand_over()
 
     def put(self, held: Held) -> None:
-        """Have it taken. Callable from any thread.
+        """Have an event taken. Callable from any thread.
 
         :raises SessionClosedError: the session is not entered, or its event loop has ended.
         :raises ConfigError: it was entered before this process was forked.
@@ -168,7 +168,7 @@ class Cell:
 
 
 class AppliedEvent(NamedTuple):
-    """One event in its place. ``told`` is False for what is no event to anybody: a restored snapshot."""
+    """One event in its place. ``told`` is False if subscribers do not hear of it, as of a restored snapshot."""
 
     cell: Cell
     event: Any
@@ -179,7 +179,7 @@ class AppliedEvent(NamedTuple):
 
 
 def refused(event: Any, error: ReducerError) -> DispatchResult:
-    """What to say of an event that a reducer failed on."""
+    """Log that a reducer failed on an event, and return the result of its dispatch."""
     log_error("a reducer of %s raised", type(event).__name__, error)
     return DispatchResult(errors=(error,))
 
@@ -191,7 +191,7 @@ def fail(ticket: Ticket[Any], error: BaseException, session: str, event: Any) ->
 
 
 def each(tell: Callable[[AppliedEvent], DispatchResult], steps: Iterable[AppliedEvent]) -> list[DispatchResult]:
-    """Tell of all steps; an interrupt, which comes out of a subscriber, is raised afterwards: they have happened."""
+    """Tell of all steps. An interrupt out of a subscriber is raised afterwards, as all of them have happened."""
     results: list[DispatchResult] = []
     interrupt: BaseException | None = None
     for step in steps:
@@ -236,20 +236,20 @@ CLOSE_TIMEOUT = 10.0
 
 
 class SessionWriter:
-    """One for a session with all its children. All of it belongs to the thread that uses it first."""
+    """Changes the slices of a session and all its children. All of it belongs to the thread that uses it first."""
 
     def __init__(self, name: str, journal: Journal | None) -> None:
         self.name = name
         self.journal = journal
         self.is_open = journal is None
         self.is_read = journal is None
-        """Whether all that happened before is part of what everybody sees."""
+        """True if all that happened before is part of what readers see."""
         self.seq = 0
         """The number of the last event that was accepted, or taken by the transaction that runs."""
         self.seen_seq = 0
-        """That of the last one which is part of what everybody sees."""
+        """The number of the last event that readers see."""
         self.direct = journal is None
-        """Whether an event that comes now can be applied at once."""
+        """True if an event that comes now can be applied at once."""
         self.cells: list[Cell] = []
         self.transaction: Transaction | None = None
         self._thread: int | None = None
@@ -257,9 +257,9 @@ class SessionWriter:
         self._held: deque[Held | Transaction] = deque()
         self._pending: deque[Change] = deque()
         self.is_reducing = False
-        """Whether a reducer is at work."""
+        """True while a reducer is at work."""
         self.is_reading = False
-        """Whether the journal is being read."""
+        """True while the journal is being read."""
         self._telling = False
         self._advancing = False
         self._stopping = False
@@ -272,7 +272,7 @@ class SessionWriter:
     # ------------------------------------------------------------------------------------------------- events come in
 
     def check(self) -> None:
-        """Raise where no event can be taken: from another thread, while closed, or by a reducer."""
+        """Raise if no event can be taken: from another thread, while closed, or by a reducer."""
         thread = threading.get_ident()
         if self._thread is None:
             self._thread = thread
@@ -295,14 +295,14 @@ class SessionWriter:
             )
 
     def check_read(self) -> None:
-        """Raise where what would be seen is not what has happened. A reducer is at its place in the past."""
+        """Raise if the slices are not what has happened. A reducer is at its place in the past."""
         if not (self.is_read or self.is_reducing):
             raise SessionClosedError(
                 f"session {self.name!r} has a journal that is not read yet; look at its state inside `async with`"
             )
 
     def check_register(self) -> None:
-        """Raise where it is too late to say how events are reduced."""
+        """Raise if it is too late to say how events are reduced."""
         if self.is_reducing:
             raise SessionError(
                 f"session {self.name!r}: a reducer only computes the next slice; register slices before events are dispatched"
@@ -312,11 +312,11 @@ class SessionWriter:
 
     @property
     def is_forked(self) -> bool:
-        """Whether its journal was opened by the process that this one was forked from."""
+        """True if its journal was opened by the process that this one was forked from."""
         return self.journal is not None and self._pid not in (0, os.getpid())
 
     def is_pending(self, after: Callable[[], object]) -> bool:
-        """Whether a change that ends with ``after()`` waits for the journal."""
+        """True if a change that ends with ``after()`` waits for the journal."""
         return any(change.after == after for change in self._pending)
 
     def apply(self, cell: Cell, event: Any) -> DispatchResult:
@@ -358,7 +358,7 @@ class SessionWriter:
         self._inbox.put(Held(cell, event, ticket))
 
     def check_room(self) -> None:
-        """Raise where too many events wait to take one whose sender does not."""
+        """Raise if too many events wait to take one whose sender does not."""
         if len(self._held) + len(self._pending) + len(self._inbox) >= MOST_WAITING:
             raise SessionFullError(
                 f"session {self.name!r}: {MOST_WAITING:,} events wait to be applied; await `dispatch()`, or the tickets"
@@ -371,12 +371,12 @@ class SessionWriter:
             fail(held.ticket, error, self.name, held.event)
 
     def entered(self) -> None:
-        """The session is open on the running event loop, whose thread writes from now on."""
+        """Let the thread of the running event loop write from now on."""
         self._thread = threading.get_ident()
         self._inbox.open()
 
     def left(self) -> None:
-        """The session is about to close: take what other threads have dispatched so far."""
+        """Take what other threads have dispatched so far, as the session is about to close."""
         self._inbox.close()
 
     def withdraw(self, what: Held | Transaction) -> None:
@@ -398,7 +398,7 @@ class SessionWriter:
         self.advance()
 
     def advance(self) -> None:
-        """Give turns to those who wait, in their order. A transaction begins when all before it is durable."""
+        """Give turns to what waits, in its order. A transaction begins when all before it is durable."""
         if self._advancing:
             return
         self._advancing = True
@@ -425,7 +425,7 @@ class SessionWriter:
     # ----------------------------------------------------------------------------------------------- events are applied
 
     def reduce(self, cell: Cell, event: Any) -> tuple[Values, tuple[str, ...]]:
-        """The tip of ``cell`` after the event, with the names of what changed; raises :class:`ReducerError`."""
+        """Return the tip of ``cell`` after the event, and what changed. Raise :class:`ReducerError` if a reducer fails."""
         direct, self.direct, self.is_reducing = self.direct, False, True
         try:
             after, changed = cell.slices.reduce(cell.tip, event)
@@ -436,7 +436,7 @@ class SessionWriter:
         return after, changed
 
     def reduce_past(self, cell: Cell, values: Values, event: Any) -> Values:
-        """What the slices were after an event of the past."""
+        """Return what the slices were after an event of the past."""
         self.is_reducing = True
         try:
             return cell.slices.reduce(values, event)[0]
@@ -487,14 +487,14 @@ class SessionWriter:
             self.hand_over(Change([AppliedEvent(cell, event, values, changed, seq)], entry, ticket))
 
     def encoded(self, cell: Cell, event: Any) -> bytes:
-        """The event for the journal; nothing where there is none, or where no reducer is for it."""
+        """Return the event as the journal holds it, or nothing if there is no journal or no reducer for it."""
         if self.journal is None or not cell.slices.reduces(type(event)):
             return b""
         assert cell.codecs is not None
         return cell.codecs.encode(event)
 
     def show(self, change: Change) -> list[DispatchResult]:
-        """Let everybody see it, and tell of it in order."""
+        """Let readers see the change, and tell subscribers of it in order."""
         for step in change.steps:
             if step.changed:
                 step.cell.values = step.values
@@ -522,7 +522,7 @@ class SessionWriter:
             self._wake.set()
 
     def opened(self, seq: int) -> None:
-        """The journal is read: events can be taken on this event loop."""
+        """Take events on this event loop, now that the journal is read."""
         self.seq = self.seen_seq = seq
         self._thread, self._pid = threading.get_ident(), os.getpid()
         self._stopping = False
@@ -561,7 +561,7 @@ class SessionWriter:
             self._refuse(SessionClosedError(f"session {self.name!r} was closed before the event's turn came"))
 
     def _refuse(self, closed: SessionClosedError) -> None:
-        """The turn of what is still held will not come."""
+        """Refuse what still waits for its turn."""
         held, self._held = self._held, deque()
         for waiting in held:
             if isinstance(waiting, Held):
@@ -604,7 +604,7 @@ class SessionWriter:
         self.advance()
 
     def _fail(self, error: JournalError) -> None:
-        """Nothing of what waits for the journal has happened."""
+        """Take back all that waits for the journal."""
         if not self._pending:
             return
         failed, self._pending = self._pending, deque()
