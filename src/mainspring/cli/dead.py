@@ -94,7 +94,7 @@ def list_dead(url: str, choice: Choice, limit: int, as_json: bool) -> int:
     mailbox = _open(url)
     letters, matched, total = _with(mailbox, look)
     if as_json:
-        found = [_summary(letter) for letter in letters]
+        found = [_as_json(letter, long=False) for letter in letters]
         typer.echo(json.dumps({"mailbox": mailbox.name, "dead": total, "matched": matched, "letters": found}, indent=2))
         return 0
     for letter in letters:
@@ -112,7 +112,7 @@ def show_dead(url: str, message_id: str, as_json: bool) -> int:
     if letter is None:
         raise UserError(f"there is no dead letter {message_id} in {mailbox.name}; see `mainspring dead list`", FAILED)
     if as_json:
-        typer.echo(json.dumps(_whole(letter), indent=2))
+        typer.echo(json.dumps(_as_json(letter), indent=2))
         return 0
     facts: list[tuple[str, object]] = [
         ("id", letter.message_id),
@@ -231,16 +231,10 @@ def _with(mailbox: Mailbox[Any, Any], act: Callable[[Mailbox[Any, Any]], Awaitab
 # ------------------------------------------------------------------------------------------------------------ the output
 
 
-def _summary(letter: DeadLetter) -> dict[str, Any]:
-    """Return a dead letter for JSON, without what is long."""
-    found = _whole(letter)
-    del found["traceback"], found["history"]
-    return found
-
-
-def _whole(letter: DeadLetter) -> dict[str, Any]:
+def _as_json(letter: DeadLetter, *, long: bool = True) -> dict[str, Any]:
+    """Return a dead letter for JSON. Unless ``long``, its history and its traceback are left out."""
     raw = letter.raw.decode(errors="replace") if isinstance(letter.raw, bytes) else str(letter.raw)
-    return {
+    found = {
         "message_id": letter.message_id,
         "mailbox": letter.mailbox,
         "body": letter.body,
@@ -254,12 +248,11 @@ def _whole(letter: DeadLetter) -> dict[str, Any]:
         "dead_lettered_at": letter.dead_lettered_at.isoformat(),
         "reply_to": letter.reply_to and without_secrets(letter.reply_to),
         "headers": dict(letter.headers),
-        "history": [
-            {**asdict(failure), "at": None if failure.at is None else failure.at.isoformat()}
-            for failure in letter.history
-        ],
-        "traceback": letter.traceback,
     }
+    if long:
+        history = [{**asdict(failure), "at": failure.at and failure.at.isoformat()} for failure in letter.history]
+        found |= {"history": history, "traceback": letter.traceback}
+    return found
 
 
 def _line(letter: DeadLetter) -> str:

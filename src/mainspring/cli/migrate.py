@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
 
+import anyio
 import typer
 
 from mainspring.cli.user_errors import UserError
 from mainspring.mailbox.open import open_mailbox
 from mainspring.redaction import shown
 
-if TYPE_CHECKING:
-    from mainspring.mailbox.mailbox import Mailbox
-
 
 def migrate_store(url: str, *, dry_run: bool, as_json: bool) -> int:
     """Bring the store at ``url`` to this version of Mainspring, or (``dry_run``) say what that would do."""
-    import anyio
-
     mailbox = open_mailbox(url)
     migrate = getattr(mailbox, "migrate_schema", None)
     if migrate is None:
         raise UserError(f"{shown(url)}: this kind of mailbox has no schema to migrate; postgresql:// has")
-    before, after = anyio.run(migrate, dry_run, backend=_backend(mailbox))
+    backend = "asyncio" if "asyncio" in mailbox.capabilities.async_backends else "trio"
+    before, after = anyio.run(migrate, dry_run, backend=backend)
     if as_json:
         typer.echo(json.dumps({"before": before, "after": after, "changed": before != after and not dry_run}))
     elif before == after:
@@ -33,7 +29,3 @@ def migrate_store(url: str, *, dry_run: bool, as_json: bool) -> int:
     else:
         typer.echo(f"the schema was brought from version {before} to version {after}")
     return 0
-
-
-def _backend(mailbox: Mailbox[Any, Any]) -> str:
-    return "asyncio" if "asyncio" in mailbox.capabilities.async_backends else "trio"

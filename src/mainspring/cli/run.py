@@ -44,17 +44,8 @@ class RunOptions:
 
     def worker_command(self, executable: str) -> list[str]:
         """Return the command line of one worker of these."""
-        command = [
-            executable,
-            "-m",
-            "mainspring",
-            "run",
-            self.target,
-            "--loop",
-            self.loop,
-            "--log-level",
-            self.log_level,
-        ]
+        command = [executable, "-m", "mainspring", "run", self.target]
+        command += ["--loop", self.loop, "--log-level", self.log_level]
         if self.log_json:
             command.append("--log-json")
         if self.health_port is not None:
@@ -108,12 +99,10 @@ def _run_group(options: RunOptions, early: CommandSignals, link: ParentLink | No
             say(f"{stop} before the start; nothing was running")
         return 0
     _set_health_address(group, options, link)
-    group.dispatcher.subscribe(GroupStateChanged, partial(_tell_health_url, group))
     seen: set[GroupState] = set()
-    group.dispatcher.subscribe(GroupStateChanged, lambda event: seen.add(event.new))
+    group.dispatcher.subscribe(GroupStateChanged, partial(_on_state, group, link, seen))
     if link is not None:
         link.tell(stop_within=group.settings.stop_within, directories=loaded_directories())
-        group.dispatcher.subscribe(GroupStateChanged, partial(_tell_running, link))
         if options.max_messages_per_process is not None:
             left = itertools.count(options.max_messages_per_process - 1, -1)
             group.dispatcher.subscribe(MessageFinished, lambda _: next(left) or link.tell(used_up=True))
@@ -155,14 +144,15 @@ def _who(group: LoopGroup, link: ParentLink | None) -> str:
     return ": ".join([*names, group.name, ""] if group.name != "mainspring" else [*names, ""])
 
 
-def _tell_running(link: ParentLink, event: GroupStateChanged) -> None:
-    if event.new is GroupState.RUNNING:
-        link.tell(running=True)
-
-
-def _tell_health_url(group: LoopGroup, event: GroupStateChanged) -> None:
-    if event.new is GroupState.RUNNING and group.health_url is not None:
+def _on_state(group: LoopGroup, link: ParentLink | None, seen: set[GroupState], event: GroupStateChanged) -> None:
+    """Note a state of the group. Once it runs, log where its health server is, and tell the parent."""
+    seen.add(event.new)
+    if event.new is not GroupState.RUNNING:
+        return
+    if group.health_url is not None:
         Logger("mainspring.group").info("%s: health server at %s", group.name, group.health_url)
+    if link is not None:
+        link.tell(running=True)
 
 
 def _set_health_address(group: LoopGroup, options: RunOptions, link: ParentLink | None) -> None:

@@ -75,11 +75,6 @@ class SupervisedWorker:
         self._fresh()
         self.process = process
 
-    def signal(self, signum: int) -> None:
-        """Send a signal to the process, if there is one."""
-        if self.process is not None:
-            signal_child(self.process, signum)
-
     def kill(self) -> None:
         """End the process and all that it started (it leads a session of its own)."""
         if self.process is not None:
@@ -96,7 +91,7 @@ class Supervisor:
         self._workers = [SupervisedWorker(number) for number in range(1, options.processes + 1)]
         self._stopping = anyio.Event()
         self._coordinator = ShutdownCoordinator(on_repeat=self._on_repeat)
-        self._coordinator.register(self._on_first)
+        self._coordinator.register(lambda: self._stop(signal.Signals[self._coordinator.reason]))
         self._statuses: list[int] = []
         self._tell_used_up, self._used_up = anyio.create_memory_object_stream[tuple[SupervisedWorker, Process]](
             math.inf
@@ -121,9 +116,6 @@ class Supervisor:
 
     # ------------------------------------------------------------------------------------------------------- signals
 
-    def _on_first(self) -> None:
-        self._stop(signal.Signals[self._coordinator.reason])
-
     def _on_repeat(self, signum: int, count: int) -> None:
         """Pass a further signal on. The workers count them and act on a second one; the third ends all of it here and now."""
         if count >= 3:
@@ -143,7 +135,7 @@ class Supervisor:
     def _ask(self, worker: SupervisedWorker, signum: int) -> None:
         """Ask a worker to stop, and kill it if it does not."""
         if worker.process is not None:
-            worker.signal(signum)
+            signal_child(worker.process, signum)
             self._scope.start_soon(self._kill_when_overdue, worker, worker.process, name=f"deadline of {worker}")
 
     def _replace(self, worker: SupervisedWorker) -> None:

@@ -192,12 +192,10 @@ class Lifetime:
                 run = partial(_run_within, capacity, managed, managed.loop)
             scope.start_soon(run, self._keywords, name=f"loop {managed.name}")
         if self._until_empty:
-            until_empty = UntilEmpty(self._loops, self.mailboxes(), self._dispatcher, self._found_empty)
+            found_empty = partial(self.request, "all mailboxes are empty", delay=False)
+            until_empty = UntilEmpty(self._loops, self.mailboxes(), self._dispatcher, found_empty)
             scope.start_soon(until_empty.run, name="until empty")
         self.started = True
-
-    def _found_empty(self) -> None:
-        self.request("all mailboxes are empty", delay=False)
 
     async def _after_the_loops(self) -> None:
         """Take down what the report needs. Wait for what is stuck, which only an embedded group does."""

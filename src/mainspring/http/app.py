@@ -40,16 +40,6 @@ if TYPE_CHECKING:
 _FILE = Path(__file__).with_name("dashboard.html")
 
 
-def _dashboard() -> Response:
-    """Return the page as it is shipped. Its policy allows its own script and style, by their hashes, and its own origin."""
-    html = _FILE.read_text(encoding="utf-8")
-    policy = (
-        f"default-src 'none'; script-src {_hash(html, 'script')}; style-src {_hash(html, 'style')}; connect-src 'self';"
-        " img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )
-    return HTMLResponse(html, headers={"content-security-policy": policy})
-
-
 def _hash(html: str, tag: str) -> str:
     found = re.search(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
     assert found is not None, f"the dashboard has no <{tag}>"
@@ -201,7 +191,13 @@ class _Views:
         return _Json({"status": what, "group": status.name, "state": str(status.state)}, code)
 
     async def dashboard(self, _: Request) -> Response:
-        return _dashboard()
+        """Return the page. Its policy allows its own script and style, by their hashes, and requests to its own origin."""
+        html = _FILE.read_text(encoding="utf-8")
+        policy = (
+            f"default-src 'none'; script-src {_hash(html, 'script')}; style-src {_hash(html, 'style')}; connect-src 'self';"
+            " img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        )
+        return HTMLResponse(html, headers={"content-security-policy": policy})
 
 
 def _probe(status: GroupStatus, well: bool, **more: Any) -> Response:
