@@ -37,15 +37,13 @@ def say(text: str) -> None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - else the end of the program tries once more
 
 
-def flush_output() -> bool:
-    """Write what is still to be written to standard output; False where its reader has gone, or it takes no more."""
+def flush_output() -> None:
+    """Write what is still to be written to standard output, unless its reader has gone, or it takes no more."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
     except (OSError, ValueError):
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - as above
-        return False
-    return True
 
 
 class Remarks(logging.Handler):

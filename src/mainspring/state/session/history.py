@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -197,23 +198,18 @@ class History:
         self._scope = scope = DaemonScope(f"session {writer.name}", timeout=CLOSE_TIMEOUT)
         writer.calls = calls = JournalCalls(writer.journal)
         try:
-            await scope.__aenter__()
-            try:
-                try:
-                    await calls.open()
-                    writer.is_read, writer.is_reading = False, True
-                    writer.opened(await self._replay(writer.journal, calls))
-                except BaseException:
-                    await calls.let_go(CLOSE_TIMEOUT)
-                    raise
-                finally:
-                    writer.is_reading = False
-            except BaseException as error:
-                await scope.__aexit__(type(error), error, error.__traceback__)
-                raise
+            async with AsyncExitStack() as undo:
+                await undo.enter_async_context(scope)
+                undo.push_async_callback(calls.let_go, CLOSE_TIMEOUT)
+                await calls.open()
+                writer.is_read, writer.is_reading = False, True
+                writer.opened(await self._replay(writer.journal, calls))
+                undo.pop_all()
         except BaseException:
             self._scope = None
             raise
+        finally:
+            writer.is_reading = False
         writer.entered()
         scope.start_soon(writer.run, name=f"journal of session {writer.name}", stop=writer.stop)
 
@@ -224,9 +220,9 @@ class History:
         writer, scope = self._writer, self._scope
         if writer.journal is None:
             writer.left()
-        if (
-            scope is None or writer.calls is None or writer.is_forked
-        ):  # a forked child leaves to its parent what is the parent's
+        if scope is None or writer.calls is None:
+            return None
+        if writer.is_forked:  # a forked child leaves to its parent what is the parent's
             return None
         self._scope = None
         writer.left()
