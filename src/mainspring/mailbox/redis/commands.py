@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     Argument = str | int | bytes
 
-_message_id: Final = attrgetter("message_id")
+_message_id, _dedup_key = attrgetter("message_id"), attrgetter("dedup_key")
 _KEYS: Final = (
     "messages",
     "ready",
@@ -173,7 +173,7 @@ def _read_reason(reason: bytes) -> Dead:
 
 def stored_size(envelope: Envelope) -> int:
     """Return the bytes of the longest argument of a message: its value, or its key."""
-    key = (envelope.dedup_key or "").encode("utf-8", "surrogatepass")
+    key = encoded(envelope.dedup_key or "")
     return max(len(head_of(envelope)) + len(envelope.body), len(key))
 
 
@@ -314,23 +314,17 @@ def joined(retried: list[Command]) -> list[Command]:
 
 
 def _write_sends(call: FunctionCall, sends: Sequence[batched.Send]) -> None:
-    first = sends[0].envelopes[0]  # the messages of one send have all but body, headers and key in common
-    capacity = sends[0].capacity
-    keyed = False
-    for envelope in sends[0].envelopes:
-        if envelope.dedup_key is not None:
-            keyed = True
-            break
-    count = len(sends[0].envelopes) if len(sends) == 1 else len(sends)
+    envelopes = sends[0].envelopes if len(sends) == 1 else [send.envelopes[0] for send in sends]
+    first, most = envelopes[0], sends[0].capacity  # the others differ from the first in body, headers and key only
     expires = 0 if first.expires_in is None else max(1, micros(first.expires_in))
-    most = -1 if capacity is None else capacity
-    call.arguments += ("send", count, -first.priority, micros(first.delay), expires, most, int(keyed))
-    for send in sends:
-        for envelope in send.envelopes:
-            head = head_of(envelope) if envelope.headers or envelope.reply_to is not None else PLAIN
-            call.arguments += (envelope.message_id, head + envelope.body)
-            if keyed:
-                call.arguments.append(encoded(envelope.dedup_key or ""))
+    keyed = any(map(_dedup_key, envelopes))
+    call.arguments += ("send", len(envelopes), -first.priority, micros(first.delay), expires)
+    call.arguments += (-1 if most is None else most, int(keyed))
+    for envelope in envelopes:
+        head = head_of(envelope) if envelope.headers or envelope.reply_to is not None else PLAIN
+        call.arguments += (envelope.message_id, head + envelope.body)
+        if keyed:
+            call.arguments.append(encoded(envelope.dedup_key or ""))
 
 
 def _take_sends(call: FunctionCall, sends: Sequence[batched.Send], result: Any) -> None:
