@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import httpx
@@ -17,7 +17,9 @@ from mainspring import InMemoryMailbox, LoopGroup, MainLoop
 from mainspring.errors import ConfigError
 from mainspring.events import CalibrationWarning
 from mainspring.http.server import bind
-from ports import free_port
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 pytestmark = [pytest.mark.anyio, pytest.mark.every_loop]
 
@@ -151,7 +153,7 @@ from mainspring import InMemoryMailbox, LoopGroup, MainLoop
 async def handle(job: str) -> None:
     pass
 
-group = LoopGroup([MainLoop(InMemoryMailbox("jobs"), handle)], health_port=int(sys.argv[1]))
+group = LoopGroup([MainLoop(InMemoryMailbox("jobs"), handle)], health_host="unix:" + sys.argv[1], health_port=0)
 backend, uvloop = sys.argv[2:]
 options = {"use_uvloop": True} if uvloop == "True" else {}
 sys.exit(anyio.run(group.run, backend=backend, backend_options=options).exit_status)
@@ -159,27 +161,21 @@ sys.exit(anyio.run(group.run, backend=backend, backend_options=options).exit_sta
 
 
 @pytest.mark.slow
-async def test_sigterm_ends_a_real_process_with_its_server(anyio_backend: object) -> None:
+async def test_sigterm_ends_a_real_process_with_its_server(tmp_path: Path, anyio_backend: object) -> None:
     backend, options = anyio_backend  # type: ignore[misc]
-    port = free_port()
-    arguments = [str(port), backend, str(options.get("use_uvloop", False))]
+    path = tmp_path / "health.sock"
+    arguments = [str(path), backend, str(options.get("use_uvloop", False))]
     async with await anyio.open_process([sys.executable, "-c", SERVICE, *arguments], stderr=subprocess.PIPE) as process:
         with anyio.fail_after(60):
-            while not await accepts(port):
+            while not path.exists():
                 assert process.returncode is None
                 await anyio.sleep(0.01)
-            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+            async with httpx.AsyncClient(
+                transport=httpx.AsyncHTTPTransport(uds=str(path)), base_url="http://service"
+            ) as client:
                 await until(client, "/health/ready", 200)
                 process.send_signal(signal.SIGTERM)  # with a keep-alive connection open
                 assert await process.wait() == 0
             assert process.stderr is not None
             assert [chunk async for chunk in process.stderr] == []
-    assert not await accepts(port)
-
-
-async def accepts(port: int) -> bool:
-    try:
-        await (await anyio.connect_tcp("127.0.0.1", port)).aclose()
-    except OSError:
-        return False
-    return True
+    assert not path.exists()

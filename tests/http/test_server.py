@@ -8,6 +8,7 @@ import math
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 from contextlib import asynccontextmanager
@@ -30,6 +31,7 @@ from ports import free_port
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from pathlib import Path
 
     from anyio.abc import ByteStream, TaskStatus
     from starlette.requests import Request
@@ -274,16 +276,53 @@ async def test_on_trio_a_missing_anycorn_is_a_line_that_says_what_to_do(monkeypa
     await assert_refuses(server)
 
 
+# ---------------------------------------------------------------------------------------------------------- Unix sockets
+
+
+async def test_a_unix_socket_serves_this_user_and_leaves_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "health.sock"
+    async with serving(health_app(FakeGroup()), host=f"unix:{path}") as server:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert server.url == f"unix:{path}"
+        async with httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=str(path))) as client:
+            assert (await client.get("http://service/health/ready")).status_code == 200
+            assert (await client.post("http://service/drain")).status_code == 202
+        with pytest.raises(ConfigError, match="in use by another program"):
+            bind(f"unix:{path}", 0)
+        server.stop()
+        assert not path.exists()  # already: behind the last connection, a successor could have made its own
+
+
+async def test_the_file_of_a_program_that_is_gone_is_replaced_and_a_successors_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "health.sock"
+    bind(f"unix:{path}", 0).close()  # leaves its file behind, as a kill does
+    assert path.exists()
+    async with serving(health_app(FakeGroup()), host=f"unix:{path}"):
+        path.unlink()
+        successor = bind(f"unix:{path}", 0)
+    assert path.exists()
+    successor.close()
+
+
 # --------------------------------------------------------------------------------------------------------------- binding
 
 
 @pytest.mark.parametrize(
     ("host", "port", "words"),
     [
+        ("127.0.0.1", -1, "0 (any free one) to 65535"),
+        ("127.0.0.1", 65_536, "0 (any free one) to 65535"),
+        ("127.0.0.1", True, "0 (any free one) to 65535"),
+        ("127.0.0.1", "8080", "0 (any free one) to 65535"),
+        ("", 0, "127.0.0.1 for this machine only"),
         ("192.0.2.1", 0, "is not an address of this machine"),
         ("no-such-host.invalid", 0, "cannot be resolved"),
         ("two words", 0, "cannot be resolved"),
         ("x" * 70 + ".example", 0, "cannot be resolved"),
+        ("unix:", 0, "names no path"),
+        ("unix:/no/such/directory/s", 0, "choose a path of at most 107 bytes"),
+        ("unix:/" + "x" * 200, 0, "choose a path of at most 107 bytes"),
+        ("unix:/etc/hostname", 0, "is no socket"),
     ],
 )
 def test_what_cannot_be_bound_is_one_line_that_says_what_to_do(host: str, port: Any, words: str) -> None:

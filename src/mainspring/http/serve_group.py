@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from typing import TYPE_CHECKING
 
 from mainspring.events import CalibrationWarning
@@ -25,7 +26,7 @@ async def start(group: Source, scope: DaemonScope, host: str, port: int) -> str:
     :raises ConfigError: the server cannot listen on the address.
     """
     sock = await listen(host, port)
-    if "KUBERNETES_SERVICE_HOST" in os.environ and is_loopback(sock):
+    if "KUBERNETES_SERVICE_HOST" in os.environ and sock.family != socket.AF_UNIX and is_loopback(sock):
         text = (
             f"the health server listens on {host}, where the kubelet's probes do not reach it: set health_host='0.0.0.0'"
             " (--health-host 0.0.0.0, or MAINSPRING_HEALTH_HOST)"

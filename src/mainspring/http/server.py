@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import os
 import socket
+import stat
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import anyio
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
 _BACKLOG = 128
+_UNIX = "unix:"
 
 
 class HealthServer:
@@ -49,6 +53,7 @@ class HealthServer:
         self._head_timeout = head_timeout
         self._connections = connections
         self._stopping = anyio.Event()
+        self._file = _identity(sock)
         self.url = url(sock)
         """Where it is reached, for people: the port is the real one where 0 was asked for."""
 
@@ -57,6 +62,7 @@ class HealthServer:
 
     def stop(self) -> None:
         """Ask it to end: no new connections, finish the requests under way. Before :meth:`serve` it is remembered."""
+        self._remove_file()  # while it still listens, so that a successor's file cannot be meant
         self._stopping.set()
 
     async def serve(self, *, task_status: TaskStatus[str] = anyio.TASK_STATUS_IGNORED) -> None:
@@ -81,7 +87,13 @@ class HealthServer:
                 started=lambda: task_status.started(self.url),
             )
         finally:
+            self._remove_file()
             self._sock.close()
+
+    def _remove_file(self) -> None:
+        file, self._file = self._file, None
+        if file is not None and _inode(file[0]) == file[1]:
+            Path(file[0]).unlink(missing_ok=True)
 
 
 # ------------------------------------------------------------------------------------------------------------ listening
@@ -89,8 +101,11 @@ class HealthServer:
 
 async def listen(host: str, port: int) -> socket.socket:
     """Bind as :func:`bind` does, with a host name looked up on a thread of the library's own."""
+    name = _bare(host)
+    if not name or host.startswith(_UNIX):
+        return bind(host, port)
     try:
-        addresses = await resolve(_bare(host))
+        addresses = await resolve(name)
     except OSError as error:
         raise _unresolved(host, error) from None
     return bind(host, port, _preferred(addresses))
@@ -113,14 +128,20 @@ def _unresolved(host: str, error: OSError | UnicodeError) -> ConfigError:
 
 
 def bind(host: str, port: int, address: str | None = None) -> socket.socket:
-    """Return a listening socket on ``host`` and ``port``; port 0 takes a free one.
+    """Return a listening socket on ``host`` and ``port``; port 0 takes a free one. A host ``unix:/path`` is a Unix socket.
 
-    ``address`` is that of a host name which was looked up. ``::`` takes IPv4 as well.
+    ``address`` is that of a host name which was looked up. ``::`` takes IPv4 as well. A Unix socket can be used by this
+    user only, and replaces the file of a program that is gone.
 
-    :raises ConfigError: one line on what is wrong and what to do: the port is taken, needs privileges, or the host is none
-        of this machine's.
+    :raises ConfigError: one line on what is wrong and what to do: the port is taken, needs privileges, the host is none
+        of this machine's, the path cannot be used.
     """
-    name = _bare(host)
+    if host.startswith(_UNIX):
+        return _bind_unix(host.removeprefix(_UNIX))
+    if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= 65_535:
+        raise ConfigError(f"health_port must be a whole number from 0 (any free one) to 65535, not {port!r}")
+    if not (name := _bare(host)):
+        raise ConfigError("health_host is empty: say 127.0.0.1 for this machine only, or 0.0.0.0 for every interface")
     try:
         found = socket.getaddrinfo(address or name, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
@@ -160,12 +181,72 @@ def _why(error: OSError, host: str, port: int) -> str:
     return f"cannot listen on {host}, port {port}: {error.strerror or error}; choose another health_host or health_port"
 
 
+def _bind_unix(path: str) -> socket.socket:
+    if not path:
+        raise ConfigError("health_host 'unix:' names no path: say unix:/path/to/socket")
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        _remove_stale(path)
+        os.fchmod(sock.fileno(), 0o600)  # on Linux the file is made with the mode that its socket has before
+        sock.bind(path)
+        sock.listen(_BACKLOG)
+    except ConfigError:
+        sock.close()
+        raise
+    except OSError as error:
+        sock.close()
+        raise ConfigError(
+            f"cannot listen on unix:{path}: {error.strerror or error}; choose a path of at most 107 bytes in a directory"
+            " that exists and that this user may write to"
+        ) from None
+    sock.setblocking(False)
+    return sock
+
+
+def _remove_stale(path: str) -> None:
+    """Remove the socket file of a program that is gone. Raise if one still listens or the file is no socket."""
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise ConfigError(f"cannot listen on unix:{path}: the file exists and is no socket; choose another path")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            Path(path).unlink(missing_ok=True)
+            return
+        except FileNotFoundError:
+            return
+    raise ConfigError(f"unix:{path} is in use by another program: choose another path, or stop that program")
+
+
+def _identity(sock: socket.socket) -> tuple[str, int | None] | None:
+    """Return the path of a Unix socket and its inode; None for others."""
+    if sock.family != socket.AF_UNIX:
+        return None
+    path = str(sock.getsockname())
+    return path, _inode(path)
+
+
+def _inode(path: str) -> int | None:
+    try:
+        return os.lstat(path).st_ino
+    except FileNotFoundError:
+        return None
+
+
 def is_loopback(sock: socket.socket) -> bool:
     """True if only this machine can reach the listener."""
-    return ipaddress.ip_address(sock.getsockname()[0]).is_loopback
+    return sock.family == socket.AF_UNIX or ipaddress.ip_address(sock.getsockname()[0]).is_loopback
 
 
 def url(sock: socket.socket) -> str:
-    """Return the address of the listener as people write it: ``http://127.0.0.1:8080``."""
-    host, port = sock.getsockname()[:2]
+    """Return the address of the listener as people write it: ``http://127.0.0.1:8080``, ``unix:/run/app.sock``."""
+    name = sock.getsockname()
+    if sock.family == socket.AF_UNIX:
+        return f"{_UNIX}{name}"
+    host, port = name[:2]
     return f"http://[{host}]:{port}" if sock.family == socket.AF_INET6 else f"http://{host}:{port}"
