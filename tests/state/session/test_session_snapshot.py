@@ -367,7 +367,7 @@ async def returns_later(data):
 @pytest.mark.parametrize(
     ("upcast", "complaint"),
     [
-        (lambda data: returns_later(data), "it returned a coroutine; make it a plain function"),
+        (lambda data: returns_later(data), "it returned a coroutine, so its work has not run"),
         (lambda data: {"total": object()}, "Unable to serialize unknown type"),
         (lambda data: sys.exit(3), "SystemExit: 3"),
     ],

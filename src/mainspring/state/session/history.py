@@ -18,7 +18,7 @@ from mainspring.state.session.records import (
     entry_of_snapshot,
     read_entry,
 )
-from mainspring.state.session.snapshot import Snapshot, SnapshotCodec
+from mainspring.state.session.snapshot import Snapshot
 from mainspring.state.session.writer import CLOSE_TIMEOUT
 
 if TYPE_CHECKING:
@@ -56,7 +56,6 @@ class History:
         self.up_to_damage = False
         """True if a damaged journal is opened with what comes before the damage."""
         self._cells: dict[str, Cell] = {}
-        self._codecs: dict[str, SnapshotCodec] = {}
         self._waiting: dict[str, list[StoredEvent | Snapshot]] = {}
         """By path, what happened to children that are not made (again) yet."""
         self._restoring: Restored | None = None
@@ -68,7 +67,6 @@ class History:
         path, restored = cell.path, self._on_its_way()
         if self._writer.journal is not None and (self._scope is not None or path in self._waiting):
             cell.codecs = EventCodecs(cell.name, path, cell.slices.event_types)
-        self._codecs[path] = SnapshotCodec(cell.name, cell.slices)
         values = tip = self._after(cell, self._waiting.get(path, ()))
         if restored is not None:
             tip = self._after(cell, restored.waiting.get(path, ()))
@@ -88,19 +86,14 @@ class History:
 
     def _next(self, cell: Cell, values: Values, what: StoredEvent | Snapshot) -> Values:
         if isinstance(what, Snapshot):
-            return self._codecs[cell.path].read(what)
+            return cell.snapshots.read(what)
         assert cell.codecs is not None
         return self._writer.reduce_past(cell, values, cell.codecs.decode(what))
 
     # --------------------------------------------------------------------------------------------------------- snapshots
 
-    def version(self, cell: Cell) -> int:
-        """Return the version of its state class."""
-        return self._codecs[cell.path].version
-
     def snapshot(self, cell: Cell, *, tip: bool, waiting: Mapping[str, Any] | None = None) -> Snapshot:
         """Return the slices of a session and of its children: those that readers see, or those of the ``tip``."""
-        codec = self._codecs[cell.path]
         unmade = self._waiting if waiting is None else waiting
         children = {
             name: self.snapshot(self._cells[path], tip=tip, waiting=waiting)
@@ -109,7 +102,7 @@ class History:
             for name, path in _children((*self._cells, *unmade), cell.path).items()
         }
         seq, values = (self._writer.seq, cell.tip) if tip else (self._writer.seen_seq, cell.values)
-        return Snapshot(seq, codec.version, codec.take(values), children)
+        return Snapshot(seq, cell.snapshots.version, cell.snapshots.take(values), children)
 
     def _unmade(self, path: str, waiting: Mapping[str, list[StoredEvent | Snapshot]]) -> Snapshot:
         children = {name: self._unmade(below, waiting) for name, below in _children(waiting, path).items()}
@@ -143,7 +136,7 @@ class History:
         if cell is None:
             waiting[path] = [replace(snapshot, children={})]
         else:
-            values[cell] = self._codecs[path].read(snapshot)
+            values[cell] = cell.snapshots.read(snapshot)
         for name, child in snapshot.children.items():
             self._read(f"{path}/{name}" if path else name, child, values, waiting)
 

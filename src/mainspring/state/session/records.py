@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from types import CoroutineType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from zlib import crc32
 
-from mainspring.core.introspection import is_async
+from mainspring.core.introspection import is_async, ran
 from mainspring.errors import (
     ConfigError,
     JournalDamagedError,
@@ -39,6 +38,8 @@ class Version:
 
     def up_to_date(self, data: Any, number: int) -> Any:
         """Return ``data`` (plain JSON), stored as version ``number``, in its present shape."""
+        from pydantic_core import to_json
+
         if not is_whole(number, 1) or number > self.number:
             raise UnknownVersionError(
                 f"{self.name!r} is stored in version {number!r}, and this code knows it up to version {self.number};"
@@ -52,23 +53,13 @@ class Version:
                     f" @versioned({self.number}, upcast={{{old}: …}})"
                 )
             try:
-                data = step(data)
-                _check_json(data)
+                data = ran(step(data), "it")
+                to_json(data)
             except (Exception, SystemExit) as error:
                 raise SerializationError(
                     f"the upcaster of {self.name!r} from version {old} failed: {describe(error)}"
                 ) from error
         return data
-
-
-def _check_json(data: Any) -> None:
-    """Raise for what an upcaster cannot return."""
-    from pydantic_core import to_json
-
-    if isinstance(data, CoroutineType):
-        data.close()  # else Python warns that it was never awaited
-        raise TypeError("it returned a coroutine; make it a plain function")
-    to_json(data)
 
 
 def versioned(

@@ -309,7 +309,7 @@ class Session(Generic[S]):
         :raises SerializationError: it does not fit the slices.
         :raises InvalidParameterError: it is no snapshot.
         """
-        wanted = Snapshot.of(snapshot, self._history.version(self._cell))
+        wanted = Snapshot.of(snapshot, self._cell.snapshots.version)
         async with Transaction(self._writer) as transaction:
             return self._history.replace(transaction, self._cell, wanted)
 

@@ -12,7 +12,7 @@ from operator import attrgetter, indexOf, or_
 from types import AsyncGeneratorType, CoroutineType, GeneratorType, MappingProxyType, NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
-from mainspring.core.introspection import check_plain, code_of, innermost, is_async
+from mainspring.core.introspection import check_plain, code_of, innermost, is_async, is_generator
 from mainspring.errors import ConfigError, InvalidParameterError, ReducerError, describe
 
 if TYPE_CHECKING:
@@ -93,8 +93,7 @@ def as_reducer(given: Any) -> Reducer:
     if not callable(given):
         raise ConfigError(f"a reducer must be append, replace_latest, upsert_by(key) or a function, not {given!r}")
     name = getattr(innermost(given), "__qualname__", type(given).__qualname__).rpartition("<locals>.")[2]
-    target = code_of(given)
-    if is_async(given) or inspect.isgeneratorfunction(target) or inspect.isasyncgenfunction(target):
+    if is_async(given) or is_generator(given):
         raise ConfigError(
             f"the reducer {name} is async or a generator; make it a plain function of (slice, event): what waits belongs"
             " before the dispatch"

@@ -31,6 +31,7 @@ from mainspring.events import DispatchResult, log_error
 from mainspring.redaction import one_line
 from mainspring.state.session.records import entry_of_events
 from mainspring.state.session.slices import check_event_type
+from mainspring.state.session.snapshot import SnapshotCodec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -135,11 +136,13 @@ class Cell:
     slices: Slices
     dispatcher: Dispatcher
     codecs: EventCodecs | None = None
+    snapshots: SnapshotCodec = field(init=False)
     ignored: set[type[Any]] = field(default_factory=set)
     values: Values = field(init=False)
     tip: Values = field(init=False)
 
     def __post_init__(self) -> None:
+        self.snapshots = SnapshotCodec(self.name, self.slices)
         self.values = self.tip = dict(self.slices.initial)
 
     def note_ignored(self, event: Any) -> None:
