@@ -1,4 +1,4 @@
-"""The calls of an offload pool from one opening to its closing: which wait for a worker, which run, which are late.
+"""The calls of an offload pool from one opening to its closing: queued, running and late ones.
 
 All of it belongs to one event loop, except :meth:`Call.execute`, which runs in a thread. A call holds a *slot* (there are as
 many as workers) from its beginning to the real end of its work. So abandoned work still occupies a worker.
@@ -30,9 +30,9 @@ _log = Logger("mainspring.offload")
 
 
 class OffloadJob(Protocol):
-    """One call, in the form that its kind of pool needs.
+    """One call, as the executor of a pool performs it.
 
-    ``killable``: giving it up ends it. ``is_told``: it can notice that its caller is cancelled, and end for that.
+    ``killable``: giving the job up kills its worker. ``is_told``: the job can notice the cancellation of its caller.
     """
 
     fn: Callable[..., Any]
@@ -43,13 +43,13 @@ class OffloadJob(Protocol):
 
     @property
     def where(self) -> str:
-        """Where it is being done, if not in the thread that performs it."""
+        """The worker that does the job, if that is not the thread that performs it."""
 
     def perform(self) -> Any:
-        """Do it, blocking this thread."""
+        """Do the job. Block this thread until it has ended."""
 
     def on_worker_start(self, starting: Callable[[bool], object]) -> None:
-        """Call ``starting(True)``, in the performing thread, where a worker has to be started, then ``starting(False)``."""
+        """Have the performing thread call ``starting(True)`` when a worker is being started, ``starting(False)`` after it."""
 
     def give_up(self) -> bool:
         """Abandon the job, on the event loop. True if it has begun; otherwise it never will."""
@@ -75,7 +75,7 @@ class Call:
         self._progress = Progress.WAITING
         self.job = job
         self.begun = False
-        """Whether the work itself, and not just the start of a worker for it, was under way when it was abandoned."""
+        """True if the work itself, not only the start of a worker, was under way when the call was abandoned."""
         self.result: Any = None
         self.error: BaseException | None = None
         self.scope: anyio.CancelScope | None = None
@@ -84,24 +84,24 @@ class Call:
 
     @property
     def name(self) -> str:
-        """What is called."""
+        """The name of the function."""
         return name_of(self.job.fn)
 
     @property
     def where(self) -> str:
-        """The line its thread is at, or the process that does it; an empty string where neither is known."""
+        """The line that its thread is at, or its worker process; empty if neither is known."""
         return self.job.where or ("" if self.thread_id is None else where_thread(self.thread_id))
 
     @property
     def has_ended(self) -> bool:
-        """Whether its work has ended before it was abandoned."""
+        """True if the work ended before it was abandoned."""
         return self._progress is Progress.ENDED
 
     def execute(self) -> None:
-        """Perform the job in this thread, unless it was abandoned before it began. The :meth:`outcome` says how it ended.
+        """Perform the job in this thread, unless the call was abandoned before. :meth:`outcome` gives the result.
 
-        Nothing is raised here, and nothing returned: anyio's frames would refer to the error that passes them. Such a
-        reference cycle keeps all that the work has made until a garbage collection.
+        Nothing is raised or returned here: anyio's frames would refer to an error that passes through them. Such a reference
+        cycle keeps the objects of the work alive until a garbage collection.
         """
         with self._lock:
             if self._progress is not Progress.WAITING:
@@ -125,7 +125,7 @@ class Call:
             del result, error  # the traceback refers to this frame, too
 
     def outcome(self) -> Any:
-        """Return the result of what has ended, or raise its error; once, as neither is kept."""
+        """Return the result of the ended work, or raise its error. Can be called once: neither is kept."""
         result, error, self.result, self.error = self.result, self.error, None, None
         try:
             if error is not None:
@@ -135,7 +135,7 @@ class Call:
             del result, error
 
     def abandon(self) -> Progress:
-        """Abandon the call, and return how far it was. A call that has not begun never will."""
+        """Abandon the call, and return its progress before. A call that has not begun never begins."""
         with self._lock:
             before = self._progress
             if before is not Progress.ENDED:
@@ -157,7 +157,7 @@ class Call:
             calls.ended_late(self)
 
     def log_dropped(self, error: BaseException | None) -> None:
-        """Log an error that no caller will get. A cancellation that the work noticed is no error: it was asked for."""
+        """Log an error that no caller will get. A cancellation that the work noticed was asked for, and is no error."""
         if isinstance(error, Exception):
             _log.warning("%s raised when nobody waited for it any more: %s", self.name, describe(error), exc_info=error)
 
@@ -190,7 +190,7 @@ class Calls:
 
     @property
     def unended(self) -> list[Call]:
-        """Those that a cut does not end: late ones, and what is run to the end."""
+        """The calls that :meth:`cut` does not end: late ones, and calls that are run to the end."""
         return [*{**self.late, **self._kept}]
 
     # --------------------------------------------------------------------------------------------------------- calling
@@ -216,11 +216,11 @@ class Calls:
         raise OffloadTimeoutError(f"{call.name} did not end within {timeout:g} s")
 
     async def run_to_the_end(self, job: OffloadJob, waiting: Callable[[bool], object] | None) -> Any:
-        """Perform a job; when cancelled kill it, where that can be, and return or raise only when it has really ended.
+        """Perform a job. When cancelled, kill it if possible; return or raise only when it has really ended.
 
-        What ended in spite of a cancellation counts. A job whose worker is still starting has not begun, and is not waited
-        for; nor is, for longer than ``cancel_grace`` seconds, a killed process that does not end. The queue's limit does not
-        count, for who calls this has one of its own; ``waiting`` is told when it begins and ends to wait there.
+        The result of a job that ended in spite of a cancellation counts. A job whose worker is still starting has not begun,
+        and is not waited for. A killed process is waited for up to ``cancel_grace`` seconds. The queue's limit does not apply,
+        as the caller has its own. ``waiting`` is called when the wait for a worker begins and ends.
         """
         call = Call(self, job)
         if not self._take_slot(call):
@@ -244,7 +244,7 @@ class Calls:
         return call.outcome()
 
     def _on_worker_start(self, call: Call, waiting: Callable[[bool], object], starts: bool) -> None:
-        """In the call's thread: the caller waits for a worker to start, or no longer; it may have gone on by now."""
+        """Report, from the call's thread, that a worker is being started or has started. The caller may have gone on."""
         call_soon(self.loop, lambda: waiting(starts) if call in self._kept else None)
 
     async def _queue_until_cut(self, call: Call, waiting: Callable[[bool], object] | None) -> None:
@@ -315,7 +315,7 @@ class Calls:
         return call.outcome()
 
     def ended_late(self, call: Call) -> None:
-        """The work of an abandoned call is over."""
+        """Record the end of an abandoned call's work."""
         del self.late[call]
         self.ended_late_count += 1
         self._slots.release_on_behalf_of(call)
@@ -332,7 +332,7 @@ class Calls:
         await anyio.lowlevel.checkpoint()
 
     async def wait_for_late(self) -> None:
-        """Wait until the late ones have ended."""
+        """Wait until the late calls have ended."""
         while self.late:
             with real_work():
                 await self._next_news()
@@ -349,7 +349,7 @@ class Calls:
             self._news = None
 
     def cut(self) -> None:
-        """Abandon all that is queued or runs: the callers' calls fail, with :class:`OffloadClosedError`."""
+        """Abandon the queued and running calls. Their callers get :class:`OffloadClosedError`."""
         self._is_cut = True
         for call in self._scoped:
             if call.scope is not None:
@@ -357,7 +357,7 @@ class Calls:
 
 
 def _bearable(error: BaseException, job: OffloadJob) -> BaseException:
-    """Return what the caller gets: its own cancellation, where the work was told of that, or a :func:`bearable` error."""
+    """Return the caller's own cancellation if the work noticed it, else a :func:`bearable` error."""
     changed = bearable(error, name_of(job.fn))
     if job.is_told and isinstance(error, cancellations()):
         # The one that was asked for stands in no variable here, as its frames lead back to this one.
@@ -366,7 +366,7 @@ def _bearable(error: BaseException, job: OffloadJob) -> BaseException:
 
 
 def _cancellation_of_caller() -> BaseException | None:
-    """The cancellation of the task that waits for this thread, if it is being cancelled."""
+    """Return the cancellation of the task that waits for this thread, if it is being cancelled."""
     try:
         from_thread.check_cancelled()
     except BaseException as asked_for:

@@ -1,4 +1,4 @@
-"""Work in interpreters of this process, each with a lock of its own: from Python 3.14 on."""
+"""Jobs in interpreters of this process, each with its own lock: from Python 3.14 on."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ MODULE = "concurrent.interpreters"
 
 
 class Interpreters:
-    """The interpreters of one pool, each made when a job finds none idle.
+    """The interpreters of one pool. An interpreter is made when a job finds none idle.
 
-    :raises ConfigError: this Python has none.
+    :raises ConfigError: this Python has no interpreters.
     """
 
     kills = False
@@ -39,7 +39,7 @@ class Interpreters:
         self._closed = False
 
     def job(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> InterpreterJob:
-        """A job for one of them."""
+        """Return a job for an interpreter."""
         return InterpreterJob(self, fn, args)
 
     def call(self, job: bytes) -> bytes:
@@ -62,7 +62,7 @@ class Interpreters:
         return answer
 
     def close(self) -> None:
-        """End the idle ones; a busy one ends when its job does."""
+        """Close idle interpreters now, and a busy one when its job ends."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -71,7 +71,7 @@ class Interpreters:
 
 
 class InterpreterJob:
-    """One call for an interpreter."""
+    """One call in an interpreter."""
 
     killable = False
     is_told = False
@@ -83,7 +83,7 @@ class InterpreterJob:
         self._interpreters = interpreters
 
     def perform(self) -> Any:
-        """Have it done, and return its result or raise its exception."""
+        """Have an interpreter do the job. Return its result or raise its exception."""
         job = pack(self.fn, self._args)
         try:
             answer = self._interpreters.call(job)
@@ -92,8 +92,8 @@ class InterpreterJob:
         return unpack(self.fn, opened(answer))
 
     def on_worker_start(self, starting: Callable[[bool], object]) -> None:
-        """Nothing: a new one is there at once."""
+        """Do nothing: an interpreter is started at once."""
 
     def give_up(self) -> bool:
-        """Nothing: an interpreter cannot be stopped from outside."""
+        """Do nothing: an interpreter cannot be stopped from outside."""
         return True

@@ -84,7 +84,7 @@ class OffloadPool:
         self.shutdown_timeout = float(shutdown_timeout)
         self.cancel_grace = float(cancel_grace)
         self.start_timeout = float(start_timeout)
-        self._new_executor()  # says now what cannot be
+        self._new_executor()  # raises now if this Python cannot run the kind
         self._executor: Executor | None = None
         self._calls: Calls | None = None
         self._entered = 0
@@ -103,7 +103,7 @@ class OffloadPool:
 
     @property
     def is_open(self) -> bool:
-        """Whether it takes calls."""
+        """True if the pool takes calls."""
         return self._entered > 0 and not self._closing
 
     async def __aenter__(self) -> Self:
@@ -225,7 +225,7 @@ class OffloadPool:
             check_runs(fn, f"{self.name}:", error=InvalidParameterError)
 
     def _ready(self) -> Executor:
-        """What does the work; raises where the pool takes no calls, or not here."""
+        """Return the executor. Raise if the pool takes no calls, or takes none from this thread or process."""
         if self._thread != get_ident() or self._process is not identity() or self._closing:
             self._check_owner()
             raise OffloadClosedError(f"{self.name} is being closed; it takes no calls")
@@ -244,22 +244,22 @@ class OffloadPool:
 
     @property
     def in_flight(self) -> int:
-        """How many calls are being done for callers that wait for them; neither queued nor late ones."""
+        """Number of calls that run and whose callers wait; queued and late calls do not count."""
         return 0 if self._calls is None else self._calls.in_flight
 
     @property
     def queued(self) -> int:
-        """How many calls wait for a worker."""
+        """Number of calls that wait for a worker."""
         return 0 if self._calls is None else self._calls.queued
 
     @property
     def late(self) -> int:
-        """How many calls still run although their callers have gone on; they keep their workers busy."""
+        """Number of calls that still run although their callers have gone on. They keep their workers busy."""
         return 0 if self._calls is None else len(self._calls.late)
 
     @property
     def ended_late(self) -> int:
-        """How many calls have ended late since the pool was opened."""
+        """Number of calls that have ended late since the pool was opened."""
         return 0 if self._calls is None else self._calls.ended_late_count
 
     async def wait_idle(self, *, late: bool = False) -> None:
@@ -278,9 +278,9 @@ class OffloadPool:
             await calls.wait_idle()
 
     async def wait_for_late(self) -> None:
-        """Wait until no late call runs any more. One that never ends is waited for: put a limit of your own around it.
+        """Wait until no late call runs any more. A call that never ends is waited for: put a limit of your own around it.
 
-        :raises OffloadClosedError: as :meth:`wait_idle` has it.
+        :raises OffloadClosedError: as for :meth:`wait_idle`.
         """
         if (calls := self._calls_here()) is not None:
             await calls.wait_for_late()
@@ -297,39 +297,39 @@ class OffloadPool:
         return Threads()
 
     def _calls_here(self) -> Calls | None:
-        """The calls of this opening, or of the last one."""
+        """Return the calls of the present opening, or of the last one."""
         if self._calls is not None and self._calls.loop is not event_loop():
             raise OffloadClosedError(f"{self.name} was opened in another event loop; wait for it there")
         return self._calls
 
 
 class Executor(Protocol):
-    """What does the work of one opening of a pool. ``kills``: work that is given up ends."""
+    """Performs the jobs of a pool, from one opening to its closing. ``kills``: an abandoned job is killed."""
 
     kills: bool
 
     def job(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> OffloadJob:
-        """A call, in the form it is done in."""
+        """Return the job that calls ``fn(*args)``."""
 
     def close(self) -> None:
-        """End what it has started; blocks, and takes a bounded time."""
+        """End the workers. Block, for a bounded time."""
 
 
 class Threads:
-    """Work in the threads of anyio, which belong to the event loop."""
+    """Performs jobs in the threads of anyio, which belong to the event loop."""
 
     kills = False
 
     def job(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> ThreadJob:
-        """A call for a thread."""
+        """Return a job for a thread."""
         return ThreadJob(fn, args)
 
     def close(self) -> None:
-        """Nothing: idle threads end by themselves."""
+        """Do nothing: idle threads end by themselves."""
 
 
 class ThreadJob:
-    """One call for a thread."""
+    """One call in a thread."""
 
     __slots__ = ("_args", "fn")
     killable = False
@@ -341,14 +341,14 @@ class ThreadJob:
         self._args = args
 
     def perform(self) -> Any:
-        """Call it."""
+        """Call the function."""
         return self.fn(*self._args)
 
     def on_worker_start(self, starting: Callable[[bool], object]) -> None:
-        """Nothing: a thread is there at once."""
+        """Do nothing: a thread is available at once."""
 
     def give_up(self) -> bool:
-        """Nothing: a thread cannot be stopped from outside."""
+        """Do nothing: a thread cannot be stopped from outside."""
         return True
 
 

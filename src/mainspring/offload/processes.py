@@ -1,4 +1,4 @@
-"""Work in processes: the jobs, the workers, each of which does one job at a time, and the end of all that they started."""
+"""Jobs in worker processes. A worker does one job at a time; the processes that its jobs start are killed with it."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class ParentDeathPipe:
         process.on_fork(self, ParentDeathPipe._forget)
 
     def given(self) -> None:
-        """The worker has its end, or never will."""
+        """Close the worker's end here: the worker has it, or could not be started."""
         os.close(self.theirs)
 
     def close(self) -> None:
-        """Let go of the worker, which dies of it where it has not ended."""
+        """Close this end. A worker that still runs dies of it."""
         process.off_fork(self)  # first: a child forked in between would close what has the number next
         self._forget()
 
@@ -46,13 +46,13 @@ class ParentDeathPipe:
 
 
 STOP_WITHIN = 1.0
-"""Seconds that finding and stopping may take; it takes milliseconds."""
+"""Longest time for finding and stopping a family of processes, in seconds. It takes milliseconds."""
 
 
 def descendants(root: int) -> dict[int, int]:
-    """The process ids of the children of ``root``, of their children, and so on, each with that of its parent.
+    """Return the process ids of all descendants of ``root``, each with the id of its parent.
 
-    None are found while this process can open no more files.
+    The result is empty while this process can open no more files.
     """
     children: dict[int, list[int]] = {}
     try:
@@ -73,7 +73,7 @@ def descendants(root: int) -> dict[int, int]:
 
 
 def hold(family: dict[int, int]) -> list[int]:
-    """File descriptors of these processes: a signal by one reaches no other process that has got the number meanwhile."""
+    """Return descriptors of these processes. A signal by descriptor never reaches a process that got the number meanwhile."""
     held = []
     for pid, parent in family.items():
         with suppress(OSError):
@@ -117,7 +117,7 @@ def kill_family(root: int) -> None:
 
 
 def _parent(pid: int) -> int:
-    """Its parent's process id; 0 where it has ended."""
+    """Return the process id of its parent, or 0 if it has ended."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
             return int(stat.read().rpartition(b")")[2].split()[1])
@@ -131,11 +131,11 @@ def _send(descriptor: int, signum: int) -> None:
 
 
 REAP_WITHIN = 2.0
-"""Seconds that the end of a worker is waited for, where its pool's ``cancel_grace`` is not shorter. It takes milliseconds, or
-longer where the kernel holds the process in a call."""
+"""Seconds to wait for the end of a worker, unless its pool's ``cancel_grace`` is shorter. It takes milliseconds, or longer if
+the kernel holds the process in a call."""
 
 Answer = tuple[str, Any, str]
-"""``(how, what, text)``, as :func:`worker_main.perform` has it."""
+"""``(how, what, text)``, as :func:`worker_main.perform` returns it."""
 
 _log = Logger("mainspring.offload")
 
@@ -161,15 +161,16 @@ class Processes:
         self._closed = False
 
     def job(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> ProcessJob:
-        """A job for one of them."""
+        """Return a job for a worker process."""
         return ProcessJob(self, fn, args)
 
     def take(self, starting: Callable[[bool], object] = _ignore_start, *, fresh: bool = False) -> PoolProcess:
-        """An idle worker, the one used last, or a new one: then ``starting`` is told of its start, and of the end of that.
+        """Take the idle worker that was used last, or start a new one.
 
-        Where it must be ``fresh``, a new one takes the place of an idle one.
+        ``starting`` is called with True before a start and with False after it. If the worker must be ``fresh``, a new one
+        replaces an idle one.
 
-        :raises OffloadWorkerDiedError: it could not be started.
+        :raises OffloadWorkerDiedError: the worker could not be started.
         """
         useless: list[PoolProcess] = []
         try:
@@ -200,7 +201,7 @@ class Processes:
         return worker
 
     def give_back(self, worker: PoolProcess) -> None:
-        """A worker has done its job and can take another."""
+        """Make a worker that has done its job available again."""
         with self._lock:
             if not self._closed:
                 self._idle.append(worker)
@@ -208,14 +209,14 @@ class Processes:
         self.discard(worker)
 
     def discard(self, worker: PoolProcess) -> None:
-        """End a worker that is of no more use."""
+        """Kill a worker and wait for its end."""
         worker.kill()
         worker.reap()
         with self._lock:
             self._all.discard(worker)
 
     def close(self) -> None:
-        """End all workers: idle ones may leave by themselves, the others are killed."""
+        """End all workers: idle ones may leave by themselves, busy ones are killed."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -233,7 +234,7 @@ class Processes:
 
 
 class ProcessJob:
-    """One call for a worker process."""
+    """One call in a worker process."""
 
     killable = True
     is_told = False
@@ -249,19 +250,19 @@ class ProcessJob:
         self._starting: Callable[[bool], object] = _ignore_start
 
     def on_worker_start(self, starting: Callable[[bool], object]) -> None:
-        """Call ``starting(True)`` where a worker has to be started for it, and ``starting(False)`` when that is over."""
+        """Have ``starting(True)`` called when a worker is being started for the job, and ``starting(False)`` after it."""
         self._starting = starting
 
     @property
     def where(self) -> str:
-        """Where it is being done."""
+        """The worker process that does the job, as text."""
         worker = self._worker
         return "" if worker is None else f"worker process {worker.pid}"
 
     def perform(self) -> Any:
-        """Have it done, and return its result or raise its exception.
+        """Have a worker do the job. Return its result or raise its exception.
 
-        :raises OffloadWorkerDiedError: its worker died of it, or could not be started.
+        :raises OffloadWorkerDiedError: the worker died during the job, or could not be started.
         :raises OffloadPickleError: the job, its result or its exception cannot be pickled.
         """
         job = pack(self.fn, self._args)
@@ -293,10 +294,10 @@ class ProcessJob:
         raise AssertionError
 
     def give_up(self) -> bool:
-        """Kill the worker that is at it, if it has begun. Does not block; callable from the event loop.
+        """Kill the worker that does the job, if it has begun. Does not block; callable from the event loop.
 
-        A worker that is still starting is let go on, for the next job: were it killed, jobs with a deadline shorter than a
-        start would never get anywhere.
+        A worker that is still starting is kept for the next job: otherwise jobs with a deadline shorter than a start would
+        never run.
         """
         with self._lock:
             self._given_up = True
@@ -316,7 +317,7 @@ class ProcessJob:
 
 
 class WorkerDied(Exception):  # noqa: N818 - between the worker and its job
-    """A worker has ended, or is of no more use; ``begun`` says whether it may have taken the job. The text says how."""
+    """A worker has ended or is unusable. ``begun``: it may have begun the job. The text says how it ended."""
 
     def __init__(self, how: str, *, begun: bool) -> None:
         super().__init__(how)
@@ -324,10 +325,10 @@ class WorkerDied(Exception):  # noqa: N818 - between the worker and its job
 
 
 class PoolProcess:
-    """A child that does one job after the other. It is one thread's own, but for ``kill``.
+    """A worker: a child process that does one job after the other. Only ``kill`` may be called from several threads.
 
-    It has a session of its own, so that a terminal's Ctrl-C does not reach it, and what its jobs start is killed with it.
-    One that was killed is left behind where it has not ended ``reap_within`` seconds later.
+    It has a session of its own, so that a terminal's Ctrl-C does not reach it. Processes that its jobs start are killed with
+    it. A killed worker that has not ended ``reap_within`` seconds later is left behind.
     """
 
     def __init__(self, reap_within: float) -> None:
@@ -357,16 +358,16 @@ class PoolProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The process id."""
         return self._child.pid
 
     @property
     def has_ended(self) -> bool:
-        """Whether it is of no use any more."""
+        """True if the process has ended."""
         return bool(wait([self._end], 0))
 
     def get_ready(self, within: float) -> None:
-        """Wait until it can take jobs, at most ``within`` seconds."""
+        """Wait up to ``within`` seconds until the worker can take jobs."""
         data = spawn.get_preparation_data("mainspring-worker")
         data["authkey"] = bytes(data["authkey"])  # it refuses to be pickled as what it is
         with suppress(OSError):  # how it died says more
@@ -375,7 +376,7 @@ class PoolProcess:
             raise WorkerDied(self._how_it_ended(), begun=False)
 
     def ask(self, job: bytes) -> Answer:
-        """Have it do a job."""
+        """Send a job and return the answer."""
         self._jobs += 1
         tag = self._jobs.to_bytes(TAG_SIZE, "big")
         with suppress(OSError):
@@ -392,13 +393,13 @@ class PoolProcess:
         raise WorkerDied("answered something else than what became of it", begun=True)
 
     def ask_to_leave(self) -> None:
-        """Ask it to end, if it is idle. What its jobs have left running is killed once it has ended."""
+        """Ask an idle worker to end. Processes that its jobs have left running are killed once it has ended."""
         self._family = hold(descendants(self.pid))
         with suppress(OSError):
             self._connection.send_bytes(LEAVE)
 
     def kill(self) -> None:
-        """Kill it and what it has started; does not wait for its end. Takes milliseconds, and works once."""
+        """Kill the worker and its descendants, without waiting for their end. Takes milliseconds; works once."""
         with self._lock:
             if self._child.returncode is None and not self._killed:
                 self._killed = True
@@ -407,20 +408,20 @@ class PoolProcess:
                     os.killpg(self._child.pid, signal.SIGKILL)
 
     def kill_soon(self) -> None:
-        """Have a thread kill it; callable from the event loop."""
+        """Have a thread kill the worker; callable from the event loop."""
         try:
             threading.Thread(target=self.kill, name="mainspring offload kill", daemon=True).start()
         except RuntimeError:  # no more threads to be had
             self.kill()
 
     def wait(self, seconds: float) -> None:
-        """Wait until it has ended, at most ``seconds``."""
+        """Wait up to ``seconds`` until the worker has ended."""
         wait([self._end], seconds)
 
     def reap(self) -> None:
-        """Wait for the end of a worker that was killed, or has died, and give back all that it held here.
+        """Wait for the end of a worker that was killed or has died, and close its descriptors.
 
-        One that has not ended ``reap_within`` seconds later is left behind, with a warning: no more of its program runs, and
+        A worker that has not ended ``reap_within`` seconds later is left behind, with a warning: none of its code runs, and
         :mod:`subprocess` collects its exit status when a later process is started.
         """
         family, self._family = self._family, []
@@ -436,7 +437,7 @@ class PoolProcess:
         self._parent_death.close()
 
     def _receive(self, seconds: float | None = None) -> bytes | None:
-        """What it says next; None where it has ended, or said nothing for so long and is killed for that."""
+        """Return the next bytes, or None if the worker has ended. Kill a worker that sends nothing for ``seconds``."""
         if not wait([self._connection, self._end], seconds):
             self.kill()
             return None
@@ -446,7 +447,7 @@ class PoolProcess:
             return None
 
     def _how_it_ended(self) -> str:
-        """What became of it. It has ended, or is about to."""
+        """Describe the end of a worker that has ended or is about to."""
         if not wait([self._end], REAP_WITHIN):
             return "answered nothing that can be understood, and was killed"
         with self._lock:
@@ -459,9 +460,9 @@ class PoolProcess:
 
 
 def pack(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """A call as bytes.
+    """Return a call as bytes.
 
-    :raises OffloadPickleError: it cannot be pickled.
+    :raises OffloadPickleError: the call cannot be pickled.
     """
     try:
         return pickle.dumps((fn, args), pickle.HIGHEST_PROTOCOL)
@@ -473,13 +474,13 @@ def pack(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 
 def opened(answer: bytes) -> Answer:
-    """An answer of :func:`worker_main.perform`. Raises anything where it is none."""
+    """Return an answer of :func:`worker_main.perform` from bytes. Garbled bytes raise anything."""
     how, what, text = pickle.loads(answer)  # noqa: S301 - from a child of this process
     return how, what, text
 
 
 def unpack(fn: Callable[..., Any], answer: Answer) -> Any:
-    """The result of a call, or its exception, raised."""
+    """Return the result of a call, or raise its exception."""
     how, what, text = answer
     if how == "unrun":
         raise TaskExitError(
