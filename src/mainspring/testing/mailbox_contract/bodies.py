@@ -193,19 +193,18 @@ async def a_body_of_the_wrong_shape_is_a_failed_attempt(h: Harness, box: AnyMail
     equal((letter.raw, letter.body, letter.error), (raw, None, "not understood"), "the dead letter")
 
 
-@behaviour("serializes")
-async def a_body_that_nobody_could_read_is_refused(h: Harness) -> None:
+@on_mailbox("serializes")
+async def a_body_that_nobody_could_read_is_refused(h: Harness, box: AnyMailbox) -> None:
     """What is nested as deep as can be read arrives; what is nested deeper is refused when it is sent."""
     deepest: Any = "x"
     for _ in range(MAX_DEPTH):
         deepest = [deepest]
-    async with h.open() as box:
-        with raises(SerializationError, "sending a body that is nested too deep"):
-            await box.send([deepest])
-        with raises(SerializationError, "sending one that is nested too deep among others"):
-            await box.send_many(["x", [deepest]])
-        await h.counts(box)
-        equal((await h.delivery(box, deepest)).body, deepest, "the deepest body")
+    with raises(SerializationError, "sending a body that is nested too deep"):
+        await box.send([deepest])
+    with raises(SerializationError, "sending one that is nested too deep among others"):
+        await box.send_many(["x", [deepest]])
+    await h.counts(box)
+    equal((await h.delivery(box, deepest)).body, deepest, "the deepest body")
 
 
 @behaviour("serializes", "durable")

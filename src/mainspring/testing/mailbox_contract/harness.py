@@ -17,6 +17,7 @@ from mainspring.mailbox.message import Counts, Envelope, Message
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+    from datetime import datetime
     from types import ModuleType
 
 
@@ -274,6 +275,11 @@ class Harness:
         allowed = self.capabilities.lease_granularity + 1e-6 if self.virtual else self.wait / 2
         least = seconds - self.capabilities.lease_granularity - (1e-6 if self.virtual else SLACK)
         check(least <= took <= seconds + allowed, f"{what} took {took:.6g} s, not {seconds:g} s")
+
+    def check_date(self, actual: datetime, expected: datetime, what: str) -> None:
+        """Check that a date is about the expected one."""
+        near = abs((actual - expected).total_seconds()) <= (0.01 if self.virtual else 5.0)
+        check(near, f"{what} is {actual}, not about {expected}")
 
     def at_once(self, what: str) -> Any:
         """Check that the block takes no time."""
