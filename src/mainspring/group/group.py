@@ -59,7 +59,7 @@ class LoopGroup:
     :param cancel_grace: seconds that cancelled handlers get to clean up.
     :param drain_delay: seconds for which a shutdown lets load balancers notice before intake stops.
     :param max_concurrency: how many messages may be in hand at once across the loops.
-    :param health_host: where the health server listens.
+    :param health_host: where the health server listens: a host name, an address, or ``unix:/path`` for a Unix socket.
     :param health_port: its port (0: any free one); None: no health server.
     :param checks: functions by name; readiness asks them. One fails by raising, by returning False, or by being late.
     :param check_timeout: seconds that a check may take. Give probes longer, so that they hear which check is late: Kubernetes
