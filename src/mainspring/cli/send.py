@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from mainspring.mailbox.mailbox import Mailbox
 
 CHUNK = 1_000
+_WHOLE_DOCUMENT = 16 * 2**20  # up to here, a file that is no JSON lines is tried as one JSON document
 
 
 def send_bodies(
@@ -104,7 +105,7 @@ def parse_arguments(arguments: Sequence[str]) -> list[Any]:
 
 
 def read_bodies(lines: IO[bytes], name: str) -> tuple[Iterator[Any], int]:
-    """Check a seekable file of JSON lines. Return its bodies, parsed again as they are read, and how many there are.
+    """Check a seekable file of JSON lines, or of one document. Return its bodies, parsed as they are read, and their number.
 
     Two passes keep the memory small and send nothing of a file that has a bad line.
     """
@@ -115,14 +116,27 @@ def read_bodies(lines: IO[bytes], name: str) -> tuple[Iterator[Any], int]:
         try:
             _parse(line)
         except ValueError as error:
+            document = _whole_document(lines)
+            if document is not None:
+                return iter(document), 1
             raise UserError(
                 f"line {number} of {name} is no JSON ({error}); nothing was sent. Each body stands on one line, as `jq -c .`"
-                " writes it"
+                " writes it, or the file is one document"
             ) from None
         count += 1
     lines.seek(0)
     # What is appended to the file meanwhile was not checked.
     return islice((json.loads(line) for line in lines if line.strip()), count), count
+
+
+def _whole_document(lines: IO[bytes]) -> list[Any] | None:
+    """Return the file as one JSON document over several lines, in a list, or None if it is none."""
+    lines.seek(0)
+    text = lines.read(_WHOLE_DOCUMENT + 1)
+    try:
+        return [_parse(text)] if len(text) <= _WHOLE_DOCUMENT else None
+    except ValueError:
+        return None
 
 
 def _parse(text: str | bytes) -> Any:
