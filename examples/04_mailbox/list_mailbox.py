@@ -18,7 +18,7 @@ import anyio
 from mainspring import Backend, Capabilities, Mailbox, MailboxStatistics
 from mainspring.core.clock import wall_clock
 from mainspring.errors import ReceiptHandleExpiredError
-from mainspring.mailbox.message import Ack, Counts, Dead, Delivery, Envelope, Nack, Settlement
+from mainspring.mailbox.message import Ack, ClaimedMessage, Counts, Dead, Envelope, Nack, Settlement
 
 if TYPE_CHECKING:
     from mainspring.runtime.scope import DaemonScope
@@ -43,7 +43,7 @@ class Queue:
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
-        self.dead: list[tuple[Delivery, Dead, float]] = []
+        self.dead: list[tuple[ClaimedMessage, Dead, float]] = []
         self.settled = 0
         self.changed = anyio.Event()
 
@@ -102,7 +102,9 @@ class ListBackend(Backend):
         queue.rows += [Row(envelope, self._wall(), now + envelope.delay) for envelope in envelopes]
         queue.rouse()
 
-    async def claim(self, max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> list[Delivery]:
+    async def claim(
+        self, max_messages: int, visibility_timeout: float, wait_time_seconds: float
+    ) -> list[ClaimedMessage]:
         await anyio.lowlevel.checkpoint()
         queue = self._queue
         deadline = anyio.current_time() + wait_time_seconds
@@ -122,20 +124,20 @@ class ListBackend(Backend):
                 self._waiting -= 1
         return []
 
-    def _lease(self, row: Row, now: float, seconds: float) -> Delivery:
+    def _lease(self, row: Row, now: float, seconds: float) -> ClaimedMessage:
         row.deliveries += 1
         row.first_received_at = row.first_received_at or self._wall()
         row.lease, row.due = f"lease {next(self._leases)}", now + seconds
         return self._delivery(row, now)
 
-    def _delivery(self, row: Row, now: float) -> Delivery:
+    def _delivery(self, row: Row, now: float) -> ClaimedMessage:
         sent = row.envelope
-        return Delivery(
+        return ClaimedMessage(
             sent.message_id, sent.body, row.lease, row.deliveries, row.attempt, row.enqueued_at, row.first_received_at,
             sent.reply_to, sent.headers, row.checkpoint, now,
         )  # fmt: skip
 
-    def _held(self, delivery: Delivery) -> Row:
+    def _held(self, delivery: ClaimedMessage) -> Row:
         """The row that this delivery holds; an error where it holds none any more."""
         self._queue.expire(anyio.current_time())
         for row in self._queue.rows:
@@ -145,7 +147,7 @@ class ListBackend(Backend):
             f"message {delivery.message_id}: its lease is not held by this delivery any more"
         )
 
-    async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
+    async def settle(self, delivery: ClaimedMessage, settlement: Settlement) -> None:
         await anyio.lowlevel.checkpoint()
         row, queue = self._held(delivery), self._queue
         if isinstance(settlement, Nack):
@@ -162,12 +164,12 @@ class ListBackend(Backend):
         if isinstance(settlement, Ack) and settlement.reply is not None:
             self._add(self._store.setdefault(settlement.reply.reply_to or "", Queue()), [settlement.reply])
 
-    async def extend(self, delivery: Delivery, timeout: float) -> None:
+    async def extend(self, delivery: ClaimedMessage, timeout: float) -> None:
         await anyio.lowlevel.checkpoint()
         row = self._held(delivery)
         row.due = max(row.due, anyio.current_time() + timeout)
 
-    async def checkpoint(self, delivery: Delivery, state: bytes) -> None:
+    async def checkpoint(self, delivery: ClaimedMessage, state: bytes) -> None:
         await anyio.lowlevel.checkpoint()
         self._held(delivery).checkpoint = state
 
@@ -185,7 +187,7 @@ class ListBackend(Backend):
         self._queue.settled += dropped  # so that the counts still add up to all that was accepted
         return dropped
 
-    async def dead_letters(self, limit: int, after: str | None) -> list[tuple[Delivery, Dead, float]]:
+    async def dead_letters(self, limit: int, after: str | None) -> list[tuple[ClaimedMessage, Dead, float]]:
         ids = [letter[0].message_id for letter in self._queue.dead]
         first = ids.index(after) + 1 if after in ids else 0
         return self._queue.dead[first : first + limit]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from mainspring.mailbox.backend import MailboxStatistics
-    from mainspring.mailbox.message import Counts, Delivery, Envelope, Settlement
+    from mainspring.mailbox.message import ClaimedMessage, Counts, Envelope, Settlement
 
 Kind: TypeAlias = type[WrappedBackend] | type[InMemoryMailbox[Any, Any]]
 
@@ -43,29 +43,29 @@ def named(kind: type[InMemoryMailbox[Any, Any]], name: str, body: Any, reply: An
 
 
 class AcceptsStale(WrappedBackend):
-    async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
+    async def settle(self, delivery: ClaimedMessage, settlement: Settlement) -> None:
         with suppress(ReceiptHandleExpiredError):
             await self.inner.settle(delivery, settlement)
 
 
 class AcceptsStaleExtension(WrappedBackend):
-    async def extend(self, delivery: Delivery, timeout: float) -> None:
+    async def extend(self, delivery: ClaimedMessage, timeout: float) -> None:
         with suppress(ReceiptHandleExpiredError):
             await self.inner.extend(delivery, timeout)
 
 
 class ForgetsCheckpoints(WrappedBackend):
-    async def claim(self, *limits: Any) -> list[Delivery]:
+    async def claim(self, *limits: Any) -> list[ClaimedMessage]:
         claimed = await self.inner.claim(*limits)
         for delivery in claimed:
             delivery.checkpoint = None
         return claimed
 
-    async def checkpoint(self, delivery: Delivery, state: bytes) -> None:
+    async def checkpoint(self, delivery: ClaimedMessage, state: bytes) -> None:
         pass
 
 
-async def end_lease(backend: Any, delivery: Delivery) -> None:
+async def end_lease(backend: Any, delivery: ClaimedMessage) -> None:
     """Do as if its lease had run out."""
     with suppress(ReceiptHandleExpiredError):
         await backend.settle(delivery, Nack())
@@ -74,18 +74,18 @@ async def end_lease(backend: Any, delivery: Delivery) -> None:
 class ExtendShortens(WrappedBackend):
     def __init__(self, inner: Any) -> None:
         super().__init__(inner)
-        self.shortened: dict[str, tuple[Delivery, float]] = {}
+        self.shortened: dict[str, tuple[ClaimedMessage, float]] = {}
 
-    async def extend(self, delivery: Delivery, timeout: float) -> None:
+    async def extend(self, delivery: ClaimedMessage, timeout: float) -> None:
         await self.end_leases()
         await self.inner.extend(delivery, timeout)
         self.shortened[delivery.receipt_handle] = delivery, anyio.current_time() + timeout
 
-    async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
+    async def settle(self, delivery: ClaimedMessage, settlement: Settlement) -> None:
         await self.end_leases()
         await self.inner.settle(delivery, settlement)
 
-    async def claim(self, *limits: Any) -> list[Delivery]:
+    async def claim(self, *limits: Any) -> list[ClaimedMessage]:
         await self.end_leases()
         return await self.inner.claim(*limits)
 
@@ -101,7 +101,7 @@ class ExtendShortens(WrappedBackend):
 
 
 class RefusesAllForOne(WrappedBackend):
-    async def acknowledge_many(self, deliveries: list[Delivery]) -> dict[int, Exception]:
+    async def acknowledge_many(self, deliveries: list[ClaimedMessage]) -> dict[int, Exception]:
         refused = await self.inner.acknowledge_many(deliveries)
         for error in refused.values():
             raise error
@@ -109,40 +109,40 @@ class RefusesAllForOne(WrappedBackend):
 
 
 class ExtendDoesNothing(WrappedBackend):
-    async def extend(self, delivery: Delivery, timeout: float) -> None:
+    async def extend(self, delivery: ClaimedMessage, timeout: float) -> None:
         await self.inner.extend(delivery, 0.0)
 
 
 class ReleasesToTheTail(WrappedBackend):
-    async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
+    async def settle(self, delivery: ClaimedMessage, settlement: Settlement) -> None:
         if isinstance(settlement, Nack):
             settlement = replace(settlement, front=False)
         await self.inner.settle(delivery, settlement)
 
 
 class NacksToTheFront(WrappedBackend):
-    async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
+    async def settle(self, delivery: ClaimedMessage, settlement: Settlement) -> None:
         if isinstance(settlement, Nack) and not settlement.delay:
             settlement = replace(settlement, front=True)
         await self.inner.settle(delivery, settlement)
 
 
 class ChargesReleases(WrappedBackend):
-    async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
+    async def settle(self, delivery: ClaimedMessage, settlement: Settlement) -> None:
         if isinstance(settlement, Nack):
             settlement = replace(settlement, charge=True)
         await self.inner.settle(delivery, settlement)
 
 
 class IgnoresNackDelay(WrappedBackend):
-    async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
+    async def settle(self, delivery: ClaimedMessage, settlement: Settlement) -> None:
         if isinstance(settlement, Nack):
             settlement = replace(settlement, delay=0.0)
         await self.inner.settle(delivery, settlement)
 
 
 class LosesOnCancel(WrappedBackend):
-    async def claim(self, *limits: Any) -> list[Delivery]:
+    async def claim(self, *limits: Any) -> list[ClaimedMessage]:
         claimed = await self.inner.claim(*limits)
         await anyio.sleep(0)  # can be cancelled with messages in hand
         return claimed
@@ -153,12 +153,12 @@ class DoesNotChargeExpiry(WrappedBackend):
         super().__init__(inner)
         self.charged: dict[str, int] = {}
 
-    async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
+    async def settle(self, delivery: ClaimedMessage, settlement: Settlement) -> None:
         await self.inner.settle(delivery, settlement)
         if isinstance(settlement, Nack) and settlement.charge:
             self.charged[delivery.message_id] = self.charged.get(delivery.message_id, 0) + 1
 
-    async def claim(self, *limits: Any) -> list[Delivery]:
+    async def claim(self, *limits: Any) -> list[ClaimedMessage]:
         claimed = await self.inner.claim(*limits)
         for delivery in claimed:
             delivery.attempt = 1 + self.charged.get(delivery.message_id, 0)
@@ -191,9 +191,9 @@ class ForgetsTheSettled(WrappedBackend):
 
 
 class FillsTheBatch(WrappedBackend):
-    async def claim(self, most: int, lease: float, wait: float) -> list[Delivery]:
+    async def claim(self, most: int, lease: float, wait: float) -> list[ClaimedMessage]:
         until = anyio.current_time() + wait
-        claimed: list[Delivery] = []
+        claimed: list[ClaimedMessage] = []
         while len(claimed) < most:
             more = await self.inner.claim(most - len(claimed), lease, max(0.0, until - anyio.current_time()))
             if not more:
@@ -203,7 +203,7 @@ class FillsTheBatch(WrappedBackend):
 
 
 class Polls(WrappedBackend):
-    async def claim(self, most: int, lease: float, wait: float) -> list[Delivery]:
+    async def claim(self, most: int, lease: float, wait: float) -> list[ClaimedMessage]:
         until = anyio.current_time() + wait
         while not (claimed := await self.inner.claim(most, lease, 0.0)) and anyio.current_time() < until:
             await anyio.sleep(min(1.0, until - anyio.current_time()))
@@ -213,9 +213,9 @@ class Polls(WrappedBackend):
 class GivesOutTwice(WrappedBackend):
     def __init__(self, inner: Any) -> None:
         super().__init__(inner)
-        self.last: list[Delivery] = []
+        self.last: list[ClaimedMessage] = []
 
-    async def claim(self, *limits: Any) -> list[Delivery]:
+    async def claim(self, *limits: Any) -> list[ClaimedMessage]:
         again, self.last = self.last, []
         claimed = await self.inner.claim(*limits)
         self.last = claimed[:1]
@@ -223,7 +223,7 @@ class GivesOutTwice(WrappedBackend):
 
 
 class LastInFirstOut(WrappedBackend):
-    async def claim(self, *limits: Any) -> list[Delivery]:
+    async def claim(self, *limits: Any) -> list[ClaimedMessage]:
         return (await self.inner.claim(*limits))[::-1]
 
 
@@ -277,7 +277,7 @@ class StaysOpen(InMemoryMailbox[Any, Any]):
 
 
 class LosesTheUndecodable(WrappedBackend):
-    async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
+    async def settle(self, delivery: ClaimedMessage, settlement: Settlement) -> None:
         if isinstance(settlement, Dead) and settlement.error_type == "NotJsonError":
             settlement = Ack()
         await self.inner.settle(delivery, settlement)
@@ -286,14 +286,14 @@ class LosesTheUndecodable(WrappedBackend):
 class RepliesLate(WrappedBackend):
     """Acknowledges, but loses the reply."""
 
-    async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
+    async def settle(self, delivery: ClaimedMessage, settlement: Settlement) -> None:
         await self.inner.settle(delivery, Ack() if isinstance(settlement, Ack) else settlement)
 
 
 class RepliesUnfenced(WrappedBackend):
     """Sends the reply before it looks at the lease."""
 
-    async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
+    async def settle(self, delivery: ClaimedMessage, settlement: Settlement) -> None:
         if isinstance(settlement, Ack) and settlement.reply is not None:
             reply = settlement.reply
             target = self.inner.sibling(reply.reply_to)
@@ -303,7 +303,7 @@ class RepliesUnfenced(WrappedBackend):
 
 
 class DropsTracebacks(WrappedBackend):
-    async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
+    async def settle(self, delivery: ClaimedMessage, settlement: Settlement) -> None:
         if isinstance(settlement, Dead):
             settlement = replace(settlement, traceback="")
         await self.inner.settle(delivery, settlement)
@@ -347,7 +347,7 @@ class CancelsOnlyWhatWaits(WrappedBackend):
         super().__init__(inner)
         self.held: set[str] = set()
 
-    async def claim(self, *limits: Any) -> list[Delivery]:
+    async def claim(self, *limits: Any) -> list[ClaimedMessage]:
         claimed = await self.inner.claim(*limits)
         self.held |= {delivery.message_id for delivery in claimed}
         return claimed
@@ -382,7 +382,7 @@ class CancelsAgain(WrappedBackend):
 
 
 class DiesWithoutAWord(WrappedBackend):
-    async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
+    async def settle(self, delivery: ClaimedMessage, settlement: Settlement) -> None:
         if isinstance(settlement, Dead):
             settlement = replace(settlement, reply=None)
         await self.inner.settle(delivery, settlement)
@@ -399,7 +399,7 @@ class ForgetsWhoAsked(WrappedBackend):
 
 
 class KeepsNoHistory(WrappedBackend):
-    async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
+    async def settle(self, delivery: ClaimedMessage, settlement: Settlement) -> None:
         if not isinstance(settlement, Ack):
             settlement = replace(settlement, history=None)
         await self.inner.settle(delivery, settlement)
@@ -416,7 +416,7 @@ class KeepsTheHistoryOfTheReplayed(WrappedBackend):
         }
         return await self.inner.replay_dead_letters(message_ids)
 
-    async def claim(self, *limits: Any) -> list[Delivery]:
+    async def claim(self, *limits: Any) -> list[ClaimedMessage]:
         claimed = await self.inner.claim(*limits)
         for delivery in claimed:
             delivery.history = self.old.get(delivery.message_id, delivery.history)

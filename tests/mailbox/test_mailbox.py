@@ -22,7 +22,7 @@ from mainspring.errors import (
 )
 from mainspring.mailbox.backend import Capabilities, MailboxStatistics
 from mainspring.mailbox.memory.mailbox import InMemoryMailbox
-from mainspring.mailbox.message import Ack, Dead, Delivery, Envelope
+from mainspring.mailbox.message import Ack, ClaimedMessage, Dead, Envelope
 from mainspring.mailbox.sqlite.mailbox import SQLiteMailbox
 from wrapped_backend import WrappedBackend, wrap
 
@@ -62,7 +62,7 @@ class FailingBackend(WrappedBackend):
         self.mailbox.fail("close")
         await self.inner.close()
 
-    async def settle(self, delivery: Delivery, settlement: Any) -> None:
+    async def settle(self, delivery: ClaimedMessage, settlement: Any) -> None:
         self.mailbox.fail("settle")
         await self.inner.settle(delivery, settlement)
 

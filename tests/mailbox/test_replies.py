@@ -20,7 +20,7 @@ from wrapped_backend import WrappedBackend, wrap
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from mainspring.mailbox.message import Delivery, Envelope
+    from mainspring.mailbox.message import ClaimedMessage, Envelope
 
 pytestmark = pytest.mark.anyio
 
@@ -62,7 +62,7 @@ async def test_a_reply_whose_acknowledgement_failed_is_sent_again_and_arrives_on
     class FailsOnce(Elsewhere):
         failed = False
 
-        async def settle(self, delivery: Delivery, settlement: Any) -> None:
+        async def settle(self, delivery: ClaimedMessage, settlement: Any) -> None:
             if not self.failed:
                 self.failed = True
                 raise MailboxConnectionError("gone")

@@ -29,7 +29,7 @@ from mainspring.core.clock import VIRTUAL_EPOCH, utc_now
 from mainspring.core.state_machine import GroupState
 from mainspring.errors import ReceiptHandleExpiredError
 from mainspring.events import GroupStateChanged
-from mainspring.mailbox.message import ACK, Ack, Dead, Delivery, Envelope, Nack, Settlement
+from mainspring.mailbox.message import ACK, Ack, ClaimedMessage, Dead, Envelope, Nack, Settlement
 from mainspring.testing import Faults
 from wrapped_backend import WrappedBackend, wrap
 
@@ -116,7 +116,7 @@ def a_handler_ignores_its_cancellation() -> Given:
 @planted_fault("one worker", "one lease", duration=3600.0)
 def leases_are_not_renewed() -> Given:
     class Unsent(WrappedBackend):
-        async def extend(self, delivery: Delivery, timeout: float) -> None: ...
+        async def extend(self, delivery: ClaimedMessage, timeout: float) -> None: ...
 
     return {"build": lambda mailbox: honest(wrap(mailbox, Unsent))}
 
@@ -126,7 +126,7 @@ def renewal_stops_when_the_drain_begins() -> Given:
     class Unsent(WrappedBackend):
         is_draining = False
 
-        async def extend(self, delivery: Delivery, timeout: float) -> None:
+        async def extend(self, delivery: ClaimedMessage, timeout: float) -> None:
             if not self.is_draining:
                 await self.inner.extend(delivery, timeout)
 
@@ -152,7 +152,7 @@ def handlers_begin_with_a_lease_that_is_over() -> Given:
     """What the simulation found in the engine first: a worker that stood still between a claim and its handler."""
 
     class FromReceipt(WrappedBackend):
-        async def claim(self, *asked: Any) -> list[Delivery]:
+        async def claim(self, *asked: Any) -> list[ClaimedMessage]:
             claimed = await self.inner.claim(*asked)
             return [replace(delivery, leased_at=anyio.current_time()) for delivery in claimed]
 
@@ -188,7 +188,7 @@ def a_message_may_kill_any_number_of_workers() -> Given:
 @planted_fault("no crash")
 def a_lost_connection_crashes_the_loop() -> Given:
     class Crashes(WrappedBackend):
-        async def claim(self, *asked: Any) -> list[Delivery]:
+        async def claim(self, *asked: Any) -> list[ClaimedMessage]:
             try:
                 return await self.inner.claim(*asked)
             except MailboxConnectionError as error:
@@ -209,7 +209,7 @@ def a_shutdown_waits_for_ever() -> Given:
 @planted_fault("work done")
 def failures_are_acknowledged() -> Given:
     class Careless(WrappedBackend):
-        async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
+        async def settle(self, delivery: ClaimedMessage, settlement: Settlement) -> None:
             failed = isinstance(settlement, Nack) and settlement.charge
             await self.inner.settle(delivery, ACK if failed else settlement)
 
@@ -226,7 +226,7 @@ class Accepts(WrappedBackend):
         super().__init__(inner)
         self.kind = kind
 
-    async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
+    async def settle(self, delivery: ClaimedMessage, settlement: Settlement) -> None:
         try:
             await self.inner.settle(delivery, settlement)
         except ReceiptHandleExpiredError:
@@ -255,7 +255,7 @@ def a_stale_return_is_accepted() -> Given:
 @planted_fault("nothing lost", faults=Faults.just(crash=120))
 def one_in_a_hundred_is_lost_with_its_lease() -> Given:
     class Loses(WrappedBackend):
-        async def claim(self, *asked: Any) -> list[Delivery]:
+        async def claim(self, *asked: Any) -> list[ClaimedMessage]:
             claimed = await self.inner.claim(*asked)
             lost = [one for one in claimed if one.delivery_count > 1 and random.rng().random() < 0.01]
             for delivery in lost:
@@ -270,20 +270,20 @@ class LeaseBook(WrappedBackend):
 
     def __init__(self, inner: Any) -> None:
         super().__init__(inner)
-        self.leases: dict[str, tuple[Delivery, float]] = {}
+        self.leases: dict[str, tuple[ClaimedMessage, float]] = {}
 
-    async def claim(self, most: int, visibility: float, wait: float) -> list[Delivery]:
-        claimed: list[Delivery] = await self.inner.claim(most, visibility, wait)
+    async def claim(self, most: int, visibility: float, wait: float) -> list[ClaimedMessage]:
+        claimed: list[ClaimedMessage] = await self.inner.claim(most, visibility, wait)
         until = anyio.current_time() + visibility
         self.leases |= {delivery.receipt_handle: (delivery, until) for delivery in claimed}
         return claimed
 
-    async def extend(self, delivery: Delivery, timeout: float) -> None:
+    async def extend(self, delivery: ClaimedMessage, timeout: float) -> None:
         await self.inner.extend(delivery, timeout)
         _, until = self.leases[delivery.receipt_handle]
         self.leases[delivery.receipt_handle] = delivery, max(until, anyio.current_time() + timeout)
 
-    async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
+    async def settle(self, delivery: ClaimedMessage, settlement: Settlement) -> None:
         await self.inner.settle(delivery, settlement)
         self.leases.pop(delivery.receipt_handle, None)
 
@@ -291,7 +291,7 @@ class LeaseBook(WrappedBackend):
 @planted_fault("one lease", "lease kept")
 def leases_are_judged_by_the_workers_wall_clock() -> Given:
     class WallClock(LeaseBook):
-        async def claim(self, most: int, visibility: float, wait: float) -> list[Delivery]:
+        async def claim(self, most: int, visibility: float, wait: float) -> list[ClaimedMessage]:
             wall = (utc_now() - VIRTUAL_EPOCH).total_seconds()
             for receipt, (delivery, until) in list(self.leases.items()):
                 if until <= wall:
@@ -305,7 +305,7 @@ def leases_are_judged_by_the_workers_wall_clock() -> Given:
 @planted_fault("replies")
 def replies_are_sent_twice() -> Given:
     class Twice(WrappedBackend):
-        async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
+        async def settle(self, delivery: ClaimedMessage, settlement: Settlement) -> None:
             reply = settlement.reply if isinstance(settlement, Ack) else None
             again = None if reply is None or random.rng().random() > 0.05 else replace(reply)
             await self.inner.settle(delivery, settlement)
@@ -319,7 +319,7 @@ def replies_are_sent_twice() -> Given:
 @planted_fault("nothing lost", "lease kept")
 def a_dead_letter_is_not_one_step() -> Given:
     class TwoSteps(WrappedBackend):
-        async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
+        async def settle(self, delivery: ClaimedMessage, settlement: Settlement) -> None:
             if isinstance(settlement, Dead) and random.rng().random() < 0.1:
                 await self.inner.settle(delivery, ACK)
                 raise MailboxConnectionError("the store broke down between the two steps")
@@ -348,7 +348,7 @@ def extending_does_nothing() -> Given:
 @planted_fault("nothing lost", "settled once", faults=Faults.just(store_restart=10))
 def a_joint_acknowledgement_loses_one_of_its_messages() -> Given:
     class Loses(WrappedBackend):
-        async def acknowledge_many(self, deliveries: list[Delivery]) -> dict[int, Exception]:
+        async def acknowledge_many(self, deliveries: list[ClaimedMessage]) -> dict[int, Exception]:
             return await super().acknowledge_many(deliveries[: max(1, len(deliveries) - 1)])
 
     return {"store": stored_by(Loses), "build": quick}
@@ -357,7 +357,7 @@ def a_joint_acknowledgement_loses_one_of_its_messages() -> Given:
 @planted_fault("nothing lost", faults=SIGNALS)
 def what_is_released_is_lost() -> Given:
     class Loses(WrappedBackend):
-        async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
+        async def settle(self, delivery: ClaimedMessage, settlement: Settlement) -> None:
             released = isinstance(settlement, Nack) and settlement.front
             await self.inner.settle(delivery, ACK if released else settlement)
 
@@ -367,7 +367,7 @@ def what_is_released_is_lost() -> Given:
 @planted_fault("settled once")
 def some_come_again_after_their_acknowledgement() -> Given:
     class Remembers(WrappedBackend):
-        async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
+        async def settle(self, delivery: ClaimedMessage, settlement: Settlement) -> None:
             await self.inner.settle(delivery, settlement)
             if isinstance(settlement, Ack) and random.rng().random() < 0.01:
                 await self.inner.send([Envelope(delivery.message_id, delivery.body)])
@@ -388,16 +388,16 @@ def lost_leases_are_not_charged() -> Given:
 @planted_fault("lease kept")
 def receipts_are_refused_too_early() -> Given:
     class Hasty(LeaseBook):
-        def check(self, delivery: Delivery) -> None:
+        def check(self, delivery: ClaimedMessage) -> None:
             _, until = self.leases.get(delivery.receipt_handle, (delivery, 0.0))
             if until <= anyio.current_time() + 15:
                 raise ReceiptHandleExpiredError("its lease is nearly over")
 
-        async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
+        async def settle(self, delivery: ClaimedMessage, settlement: Settlement) -> None:
             self.check(delivery)
             await super().settle(delivery, settlement)
 
-        async def extend(self, delivery: Delivery, timeout: float) -> None:
+        async def extend(self, delivery: ClaimedMessage, timeout: float) -> None:
             self.check(delivery)
             await super().extend(delivery, timeout)
 

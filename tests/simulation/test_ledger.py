@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mainspring.mailbox.message import Ack, Counts, Dead, Delivery, Envelope, Nack
+from mainspring.mailbox.message import Ack, ClaimedMessage, Counts, Dead, Envelope, Nack
 from mainspring.testing.simulation.event_log import EventLog
 from mainspring.testing.simulation.ledger import TOLERANCE, Ledger
 
@@ -30,20 +30,20 @@ class Story:
     def send(self, *ids: str, delay: float = 0.0, **options: Any) -> None:
         self.ledger.accepted("client", ids, [delay] * len(ids), **options)
 
-    def claim(self, worker: str, message_id: str = "a", *, attempt: int = 1, lease: float = 60.0) -> Delivery:
+    def claim(self, worker: str, message_id: str = "a", *, attempt: int = 1, lease: float = 60.0) -> ClaimedMessage:
         self._receipts += 1
-        delivery = Delivery(message_id, b"1", f"r{self._receipts}", 1, attempt, 0.0, 0.0)
+        delivery = ClaimedMessage(message_id, b"1", f"r{self._receipts}", 1, attempt, 0.0, 0.0)
         self.ledger.claimed(worker, [delivery], lease)
         return delivery
 
-    def begin(self, worker: str, delivery: Delivery, **options: Any) -> None:
+    def begin(self, worker: str, delivery: ClaimedMessage, **options: Any) -> None:
         stubborn = options.pop("stubborn", False)
         self.ledger.began(worker, delivery.message_id, delivery.receipt_handle, delivery.attempt, stubborn=stubborn)
 
-    def end(self, delivery: Delivery, how: str = "returned", cause: str = "") -> None:
+    def end(self, delivery: ClaimedMessage, how: str = "returned", cause: str = "") -> None:
         self.ledger.ended(delivery.message_id, delivery.receipt_handle, how, cause)
 
-    def done(self, worker: str, delivery: Delivery) -> None:
+    def done(self, worker: str, delivery: ClaimedMessage) -> None:
         self.begin(worker, delivery)
         self.end(delivery)
         self.ledger.settled(worker, delivery, Ack())
@@ -215,7 +215,7 @@ def test_a_handler_that_begins_late(story: Story) -> None:
     assert story.broken == "one lease"
 
 
-def overlapping(story: Story, **options: Any) -> Delivery:
+def overlapping(story: Story, **options: Any) -> ClaimedMessage:
     held = story.claim("w0", lease=60)
     story.begin("w0", held, **options)
     story.now = 60

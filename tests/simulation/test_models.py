@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mainspring import Mailbox
-    from mainspring.mailbox.message import Delivery, Envelope, Settlement
+    from mainspring.mailbox.message import ClaimedMessage, Envelope, Settlement
 
     Wrong = Callable[[Any], WrappedBackend]
 
@@ -186,7 +186,7 @@ def test_servers_in_real_time(tmp_path, request):
 
 
 class DoesNotChargeReturns(WrappedBackend):
-    async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
+    async def settle(self, delivery: ClaimedMessage, settlement: Settlement) -> None:
         if isinstance(settlement, Nack):
             settlement = replace(settlement, charge=False)
         await self.inner.settle(delivery, settlement)
@@ -215,7 +215,7 @@ class PurgesWhatWaits(WrappedBackend):
         self.held: set[str] = set()
         self.purged: set[str] = set()
 
-    async def claim(self, *limits: Any) -> list[Delivery]:
+    async def claim(self, *limits: Any) -> list[ClaimedMessage]:
         claimed = await self.inner.claim(*limits)
         self.held |= {delivery.receipt_handle for delivery in claimed}
         return claimed
@@ -224,7 +224,7 @@ class PurgesWhatWaits(WrappedBackend):
         self.purged, self.held = self.held, set()
         return await self.inner.purge()
 
-    async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
+    async def settle(self, delivery: ClaimedMessage, settlement: Settlement) -> None:
         if delivery.receipt_handle in self.purged:
             self.purged.remove(delivery.receipt_handle)
         else:
@@ -239,11 +239,11 @@ class EndsOneLease(WrappedBackend):
         super().__init__(inner)
         self.returned: set[str] = set()
 
-    async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
+    async def settle(self, delivery: ClaimedMessage, settlement: Settlement) -> None:
         await self.inner.settle(delivery, settlement)
         self.returned.add(delivery.message_id)
 
-    async def claim(self, *limits: Any) -> list[Delivery]:
+    async def claim(self, *limits: Any) -> list[ClaimedMessage]:
         claimed = await self.inner.claim(*limits)
         ended = [one for one in claimed if one.delivery_count > 1 and one.message_id not in self.returned][1:]
         for delivery in ended:

@@ -2,7 +2,7 @@
 
 A :class:`~mainspring.mailbox.mailbox.Mailbox` has a :class:`~mainspring.mailbox.backend.Backend`. The mailbox checks
 parameters, encodes and decodes bodies, keeps the life cycle, and makes requests and replies. The backend keeps the
-messages. Between the two go an ``Envelope`` (a message to be stored), a ``Delivery`` (a message that was claimed) and
+messages. Between the two go an ``Envelope`` (a message to be stored), a ``ClaimedMessage`` (a message that was claimed) and
 a settlement (``Ack``, ``Nack`` or ``Dead``): see :mod:`~mainspring.mailbox.message`.
 
 A message is in exactly one state: delayed, pending, in flight, settled or dead. A claim makes it in flight, and gives

@@ -1,7 +1,7 @@
 """``Backend``: what a store does for a mailbox. The contract suite says whether one holds.
 
 :class:`~mainspring.mailbox.mailbox.Mailbox` checks, encodes, and keeps the life cycle. It calls its backend with values
-that are checked and bodies that are encoded: :class:`Envelope` on the way in, :class:`Delivery` on the way out, and a
+that are checked and bodies that are encoded: :class:`Envelope` on the way in, :class:`ClaimedMessage` on the way out, and a
 :class:`Settlement` at the end. What the backend learns by itself (a message was cancelled elsewhere, the server is silent)
 it publishes in its :class:`Notifications`.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
     from mainspring.errors import MailboxConnectionError
-    from mainspring.mailbox.message import Cancelled, Counts, Dead, Delivery, Envelope, Message, Settlement
+    from mainspring.mailbox.message import Cancelled, ClaimedMessage, Counts, Dead, Envelope, Message, Settlement
     from mainspring.runtime.scope import DaemonScope
 
 V = TypeVar("V")
@@ -202,17 +202,19 @@ class Backend(ABC):
         raise InvalidParameterError(f"send: mailbox {self.name!r} takes no connection=; a postgresql:// mailbox does")
 
     @abstractmethod
-    async def claim(self, max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> list[Delivery]:
+    async def claim(
+        self, max_messages: int, visibility_timeout: float, wait_time_seconds: float
+    ) -> list[ClaimedMessage]:
         """Claim what is available, at most ``max_messages``; wait only while there is none.
 
         Cancelled while it waits, it has claimed nothing; what it had claimed by then it returns, or gives back.
         """
 
     @abstractmethod
-    async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
+    async def settle(self, delivery: ClaimedMessage, settlement: Settlement) -> None:
         """End the delivery in one step; :class:`ReceiptHandleExpiredError` where its lease is not held any more."""
 
-    async def acknowledge_many(self, deliveries: list[Delivery]) -> dict[int, Exception]:
+    async def acknowledge_many(self, deliveries: list[ClaimedMessage]) -> dict[int, Exception]:
         """Acknowledge them; by number, why one was refused: what :meth:`settle` raises. It raises what hits all of them.
 
         A backend that can do it in one step (:attr:`Capabilities.joined_acks`) overrides this.
@@ -226,11 +228,11 @@ class Backend(ABC):
         return refused
 
     @abstractmethod
-    async def extend(self, delivery: Delivery, timeout: float) -> None:
+    async def extend(self, delivery: ClaimedMessage, timeout: float) -> None:
         """Let the lease last ``timeout`` seconds from now, unless it already lasts longer."""
 
     @abstractmethod
-    async def checkpoint(self, delivery: Delivery, state: bytes) -> None:
+    async def checkpoint(self, delivery: ClaimedMessage, state: bytes) -> None:
         """Keep ``state`` with the message while its lease is held."""
 
     async def cancel(self, message_id: str) -> Cancelled:
@@ -260,7 +262,7 @@ class Backend(ABC):
         """Drop all that is delayed, pending and in flight; how many that were. From then on they count as settled."""
 
     @abstractmethod
-    async def dead_letters(self, limit: int, after: str | None) -> list[tuple[Delivery, Dead, float]]:
+    async def dead_letters(self, limit: int, after: str | None) -> list[tuple[ClaimedMessage, Dead, float]]:
         """The oldest dead letters (behind the one with id ``after``) and when each died (POSIX seconds)."""
 
     @abstractmethod
@@ -271,10 +273,10 @@ class Backend(ABC):
     async def purge_dead_letters(self, message_ids: list[str] | None) -> int:
         """Forget dead letters for good; None means all; how many that were. From then on they count as settled."""
 
-    async def find_dead_letters(self, message_ids: list[str]) -> list[tuple[Delivery, Dead, float]]:
+    async def find_dead_letters(self, message_ids: list[str]) -> list[tuple[ClaimedMessage, Dead, float]]:
         """Those of ``message_ids`` that are dead letters, as :meth:`dead_letters` gives them, in any order."""
         wanted = set(message_ids)
-        found: list[tuple[Delivery, Dead, float]] = []
+        found: list[tuple[ClaimedMessage, Dead, float]] = []
         after: str | None = None
         while wanted:
             page = await self.dead_letters(1_000, after)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
 
     from mainspring.mailbox import message
-    from mainspring.mailbox.message import Cancelled, Counts, Dead, Delivery, Envelope
+    from mainspring.mailbox.message import Cancelled, ClaimedMessage, Counts, Dead, Envelope
     from mainspring.runtime.interval import Periodic
 
 # ------------------------------------------------------------------------------------------------------------ commands
@@ -98,14 +98,14 @@ class Claim(Command):
 class Unclaim(Command):
     """Put back what was claimed, as if it had not been."""
 
-    deliveries: list[Delivery]
+    deliveries: list[ClaimedMessage]
 
 
 @dataclass(eq=False, repr=False, slots=True)
 class OfDelivery(Command):
     """An operation that only the holder of the lease may do."""
 
-    delivery: Delivery
+    delivery: ClaimedMessage
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -119,7 +119,7 @@ class Acknowledge(OfDelivery):
 class AcknowledgeMany(Command):
     """The messages are done; results in the errors of those whose leases are not held, by their number."""
 
-    deliveries: list[Delivery]
+    deliveries: list[ClaimedMessage]
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -130,14 +130,14 @@ class Reply(OfDelivery):
 
 
 @dataclass(eq=False, repr=False, slots=True)
-class Nack(OfDelivery):
+class NackCommand(OfDelivery):
     """The message returns to the queue."""
 
     how: message.Nack
 
 
 @dataclass(eq=False, repr=False, slots=True)
-class DeadLetter(OfDelivery):
+class DeadLetterCommand(OfDelivery):
     """The message goes to the dead letters."""
 
     dead: Dead
@@ -480,7 +480,7 @@ class Waiters:
         """How many wait to be woken; may be read from any thread."""
         return len(self._line)
 
-    async def first(self, look: Callable[[], Awaitable[list[Delivery]]], deadline: float) -> list[Delivery]:
+    async def first(self, look: Callable[[], Awaitable[list[ClaimedMessage]]], deadline: float) -> list[ClaimedMessage]:
         """What ``look`` finds, now or when woken until ``deadline``; nothing once the line is closed.
 
         A claim that was woken and cannot look, as it is cancelled, passes its turn on.
@@ -567,10 +567,10 @@ class CommandBackend(Backend):
         """Have a command done with the next batch. Return its result, or raise its error."""
         return await self._batcher.call(command)
 
-    async def extend(self, delivery: Delivery, timeout: float) -> None:
+    async def extend(self, delivery: ClaimedMessage, timeout: float) -> None:
         await self._call(Extend(delivery, timeout))
 
-    async def checkpoint(self, delivery: Delivery, state: bytes) -> None:
+    async def checkpoint(self, delivery: ClaimedMessage, state: bytes) -> None:
         await self._call(Checkpoint(delivery, state))
 
     async def cancel(self, message_id: str) -> Cancelled:
@@ -584,12 +584,12 @@ class CommandBackend(Backend):
     async def purge(self) -> int:
         return int(await self._call(Purge()))
 
-    async def dead_letters(self, limit: int, after: str | None) -> list[tuple[Delivery, Dead, float]]:
-        page: list[tuple[Delivery, Dead, float]] = await self._call(ListDead(limit, after))
+    async def dead_letters(self, limit: int, after: str | None) -> list[tuple[ClaimedMessage, Dead, float]]:
+        page: list[tuple[ClaimedMessage, Dead, float]] = await self._call(ListDead(limit, after))
         return page
 
-    async def find_dead_letters(self, message_ids: list[str]) -> list[tuple[Delivery, Dead, float]]:
-        found: list[tuple[Delivery, Dead, float]] = await self._call(FindDead(message_ids))
+    async def find_dead_letters(self, message_ids: list[str]) -> list[tuple[ClaimedMessage, Dead, float]]:
+        found: list[tuple[ClaimedMessage, Dead, float]] = await self._call(FindDead(message_ids))
         return found
 
     async def replay_dead_letters(self, message_ids: list[str] | None) -> int:
@@ -624,15 +624,17 @@ class BatchedBackend(CommandBackend):
         if (when := self._now() + seconds) < self._sweeper.due:
             self._sweeper.wake_by(when)
 
-    async def claim(self, max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> list[Delivery]:
+    async def claim(
+        self, max_messages: int, visibility_timeout: float, wait_time_seconds: float
+    ) -> list[ClaimedMessage]:
         if not wait_time_seconds:
             return await self._claim_once(max_messages, visibility_timeout, waits=False)
         claim = partial(self._claim_once, max_messages, visibility_timeout, waits=True)
         return await self.waiters.first(claim, anyio.current_time() + wait_time_seconds)
 
-    async def _claim_once(self, limit: int, visibility: float, *, waits: bool) -> list[Delivery]:
+    async def _claim_once(self, limit: int, visibility: float, *, waits: bool) -> list[ClaimedMessage]:
         command = Claim(limit, visibility, waits)
-        found: list[Delivery] = await self._call(command)
+        found: list[ClaimedMessage] = await self._call(command)
         if found and self.waiters.closed:  # meanwhile
             self._undo(command)
             return []

@@ -19,7 +19,7 @@ from mainspring.errors import ConfigError, InvalidParameterError, MainspringErro
 from mainspring.mailbox.backend import Backend
 from mainspring.mailbox.limits import CLOSE_TIMEOUT
 from mainspring.mailbox.mailbox import Mailbox
-from mainspring.mailbox.message import Ack, Counts, Dead, DeadLetter, Delivery, Envelope, Nack, Unserialized
+from mainspring.mailbox.message import Ack, ClaimedMessage, Counts, Dead, DeadLetter, Envelope, Nack, Unserialized
 from mainspring.mailbox.ownership import open_in
 from mainspring.runtime.deadline import without_deadline
 from mainspring.runtime.interval import Periodic
@@ -38,11 +38,11 @@ class Replay(Ack):
     """The settlement that sends a dead letter to its mailbox again."""
 
 
-class _Held(Delivery):
+class _Held(ClaimedMessage):
     """A dead letter that is worked on: a delivery of its ticket, with the letter as the body."""
 
     __slots__ = ("ticket",)
-    ticket: Delivery
+    ticket: ClaimedMessage
 
 
 class DeadLetterView(Mailbox[DeadLetter, None]):
@@ -130,7 +130,7 @@ class DeadLetterBackend(Backend):
         self._after = (page[-1][0].message_id, page[-1][2])
         return len(page) == PAGE
 
-    async def _put_tickets(self, letters: list[tuple[Delivery, Dead, float]]) -> None:
+    async def _put_tickets(self, letters: list[tuple[ClaimedMessage, Dead, float]]) -> None:
         """Make a ticket for each that has none and is not parked. One whose message has a ticket of an earlier death has to
         wait for the end of that."""
         ids = [delivery.message_id for delivery, _, _ in letters]
@@ -174,7 +174,9 @@ class DeadLetterBackend(Backend):
             f"{self.name}: it takes no messages; what dies in mailbox {self.source.name!r} comes"
         )
 
-    async def claim(self, max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> list[Delivery]:
+    async def claim(
+        self, max_messages: int, visibility_timeout: float, wait_time_seconds: float
+    ) -> list[ClaimedMessage]:
         deadline = anyio.current_time() + wait_time_seconds
         while True:
             wait = max(0.0, deadline - anyio.current_time())
@@ -186,7 +188,7 @@ class DeadLetterBackend(Backend):
                 if held:
                     return held
 
-    async def _held(self, tickets: list[Delivery]) -> list[Delivery]:
+    async def _held(self, tickets: list[ClaimedMessage]) -> list[ClaimedMessage]:
         """Return the dead letters of claimed tickets. Drop a ticket whose dead letter is gone."""
         known = {ticket.receipt_handle: _ticket_of(ticket) for ticket in tickets}
         try:
@@ -197,7 +199,7 @@ class DeadLetterBackend(Backend):
                 await self._tickets.backend.settle(ticket, _RELEASE)
             raise
         letters = {(delivery.message_id, at): (delivery, dead, at) for delivery, dead, at in found}
-        held: list[Delivery] = []
+        held: list[ClaimedMessage] = []
         for ticket in tickets:
             wanted = known[ticket.receipt_handle] or ("", 0.0)
             letter = letters.get(wanted)
@@ -209,7 +211,7 @@ class DeadLetterBackend(Backend):
                 held.append(_hold(ticket, letter[0], body))
         return held
 
-    async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
+    async def settle(self, delivery: ClaimedMessage, settlement: Settlement) -> None:
         ticket = _ticket_in(delivery)
         if isinstance(settlement, Nack):
             await self._tickets.backend.settle(ticket, settlement)
@@ -241,10 +243,10 @@ class DeadLetterBackend(Backend):
         found = await self.source.backend.find_dead_letters([message_id])
         return any(at == died_at for _, _, at in found)
 
-    async def extend(self, delivery: Delivery, timeout: float) -> None:
+    async def extend(self, delivery: ClaimedMessage, timeout: float) -> None:
         await self._tickets.backend.extend(_ticket_in(delivery), timeout)
 
-    async def checkpoint(self, delivery: Delivery, state: bytes) -> None:
+    async def checkpoint(self, delivery: ClaimedMessage, state: bytes) -> None:
         await self._tickets.backend.checkpoint(_ticket_in(delivery), state)
 
     async def counts(self) -> Counts:
@@ -260,7 +262,7 @@ class DeadLetterBackend(Backend):
         await self._tickets.backend.purge_dead_letters(None)
         return await self.source.backend.purge_dead_letters(None)
 
-    async def dead_letters(self, limit: int, after: str | None) -> list[tuple[Delivery, Dead, float]]:
+    async def dead_letters(self, limit: int, after: str | None) -> list[tuple[ClaimedMessage, Dead, float]]:
         return await self._tickets.backend.dead_letters(limit, after)
 
     async def replay_dead_letters(self, message_ids: list[str] | None) -> int:
@@ -281,7 +283,7 @@ def _named(message_ids: list[str]) -> list[str]:
     return [f"{message_id}~" for message_id in message_ids]
 
 
-def _ticket_of(delivery: Delivery) -> tuple[str, float] | None:
+def _ticket_of(delivery: ClaimedMessage) -> tuple[str, float] | None:
     """Which dead letter a ticket is for; None where it is no ticket."""
     try:
         message_id, died_at = from_json(delivery.body)
@@ -290,13 +292,13 @@ def _ticket_of(delivery: Delivery) -> tuple[str, float] | None:
         return None
 
 
-def _ticket_in(delivery: Delivery) -> Delivery:
+def _ticket_in(delivery: ClaimedMessage) -> ClaimedMessage:
     if not isinstance(delivery, _Held):
         raise InvalidParameterError(f"message {delivery.message_id}: it was not received from a view of dead letters")
     return delivery.ticket
 
 
-def _hold(ticket: Delivery, letter: Delivery, body: DeadLetter) -> Delivery:
+def _hold(ticket: ClaimedMessage, letter: ClaimedMessage, body: DeadLetter) -> ClaimedMessage:
     held = _Held(
         letter.message_id,
         Unserialized(body, None),

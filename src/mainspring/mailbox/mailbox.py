@@ -44,10 +44,10 @@ from mainspring.mailbox.limits import (
 from mainspring.mailbox.message import (
     Ack,
     CancelOutcome,
+    ClaimedMessage,
     Counts,
     Dead,
     DeadLetter,
-    Delivery,
     Envelope,
     Message,
     MessageIds,
@@ -326,7 +326,7 @@ class Mailbox(Generic[T, R]):
         codec.check(body)
         return Unserialized(body, codec.body_type)
 
-    def body_of(self, delivery: Delivery) -> Any:
+    def body_of(self, delivery: ClaimedMessage) -> Any:
         """The decoded body of a delivery; :class:`SerializationError` where it does not fit the type."""
         stored, codec = delivery.body, self._codec or self.codec
         if type(stored) is not Unserialized:
@@ -570,7 +570,7 @@ class Mailbox(Generic[T, R]):
             if not deliveries:
                 return []
             messages: list[Message[T, R]] = []
-            undecodable: list[tuple[Delivery, Dead]] = []
+            undecodable: list[tuple[ClaimedMessage, Dead]] = []
             for delivery in deliveries:
                 try:
                     messages.append(Message(self, delivery, self.body_of(delivery)))
@@ -582,7 +582,7 @@ class Mailbox(Generic[T, R]):
             if messages or not dead_lettered:
                 return messages
 
-    async def _dead_letter_all(self, undecodable: list[tuple[Delivery, Dead]]) -> int:
+    async def _dead_letter_all(self, undecodable: list[tuple[ClaimedMessage, Dead]]) -> int:
         """Dead-letter them; how many that were. One that cannot be just now comes again when its lease ends."""
         done = 0
         with anyio.CancelScope(shield=True, deadline=anyio.current_time() + CLOSE_TIMEOUT):
@@ -596,7 +596,7 @@ class Mailbox(Generic[T, R]):
 
     # ------------------------------------------------------------------------------------------------------- settling
 
-    def settle(self, delivery: Delivery, settlement: Settlement) -> Awaitable[None]:
+    def settle(self, delivery: ClaimedMessage, settlement: Settlement) -> Awaitable[None]:
         """End a delivery (see :class:`Message`)."""
         if self._thread != get_ident():
             self._check_open()
@@ -606,7 +606,7 @@ class Mailbox(Generic[T, R]):
             return self._settle_dead(delivery, settlement)
         return self.backend.settle(delivery, settlement)
 
-    async def _settle_dead(self, delivery: Delivery, dead: Dead) -> None:
+    async def _settle_dead(self, delivery: ClaimedMessage, dead: Dead) -> None:
         """Dead-letter a message, and tell its requester where that can be done: the reply may be lost, the message may not."""
         dead = replies.completed(self, delivery, dead)
         if dead.reply is None:
@@ -633,13 +633,13 @@ class Mailbox(Generic[T, R]):
         self._check_open()
         return await acknowledge_together(messages, self.backend.acknowledge_many)
 
-    async def extend(self, delivery: Delivery, timeout: float) -> None:
+    async def extend(self, delivery: ClaimedMessage, timeout: float) -> None:
         """Extend a delivery's lease (see :meth:`Message.extend_visibility`)."""
         self._check_open()
         check_seconds("extend_visibility: timeout", timeout, MAX_VISIBILITY)
         await self.backend.extend(delivery, float(timeout))
 
-    async def save_checkpoint(self, delivery: Delivery, state: bytes) -> None:
+    async def save_checkpoint(self, delivery: ClaimedMessage, state: bytes) -> None:
         """Keep a delivery's checkpoint (see :meth:`Message.save_checkpoint`)."""
         self._check_open()
         if not isinstance(state, bytes):
@@ -720,7 +720,7 @@ class Mailbox(Generic[T, R]):
             return self.as_dead_letter(*found)
         return None
 
-    def as_dead_letter(self, delivery: Delivery, dead: Dead, at: float) -> DeadLetter[T]:
+    def as_dead_letter(self, delivery: ClaimedMessage, dead: Dead, at: float) -> DeadLetter[T]:
         """What users see of a dead letter that the backend has found."""
         try:
             body = self.body_of(delivery)

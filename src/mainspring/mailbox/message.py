@@ -52,7 +52,7 @@ class Envelope:
 
 
 @dataclass(slots=True)
-class Delivery:
+class ClaimedMessage:
     """One claim of a message by one receiver, as a backend reports it. Times are POSIX seconds.
 
     ``receipt_handle`` is the fencing token: new at each delivery, and the only key to settle, extend or checkpoint it.
@@ -72,6 +72,10 @@ class Delivery:
     """The instant (anyio's clock) from which the lease surely counts: just before the claim was made."""
     history: str | None = None
     """What the last :class:`Nack` with a ``history`` left with the message, as it was given (JSON text)."""
+
+
+Delivery = ClaimedMessage
+"""Its name of earlier revisions, for one release."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +185,7 @@ class DeadLetter(Generic[T]):
     """Its latest failures, oldest first, with the one that was the last; at most 10."""
 
     @classmethod
-    def of(cls, mailbox: str, delivery: Delivery, body: T | None, dead: Dead, at: float) -> DeadLetter[T]:
+    def of(cls, mailbox: str, delivery: ClaimedMessage, body: T | None, dead: Dead, at: float) -> DeadLetter[T]:
         """Describe the message of ``delivery``, which died at ``at`` (POSIX seconds)."""
         received = delivery.first_received_at
         return cls(
@@ -244,7 +248,7 @@ class Message(Generic[T, R]):
     def __init__(
         self,
         mailbox: Mailbox[T, R],
-        delivery: Delivery,
+        delivery: ClaimedMessage,
         body: Any,
         *,
         is_decoded: bool = True,
@@ -441,7 +445,8 @@ _GIVEN_BACK = Dead("given back by nack(), without an error", "Nack")
 
 
 async def acknowledge_together(
-    messages: Sequence[Message[Any, Any]], acknowledge: Callable[[list[Delivery]], Awaitable[dict[int, Exception]]]
+    messages: Sequence[Message[Any, Any]],
+    acknowledge: Callable[[list[ClaimedMessage]], Awaitable[dict[int, Exception]]],
 ) -> dict[int, Exception]:
     """Have ``acknowledge`` end the deliveries of ``messages``; see :meth:`Mailbox.acknowledge_many`."""
     for message in messages:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from anyio.abc import TaskStatus
 
     from mainspring.mailbox.mailbox import Mailbox
-    from mainspring.mailbox.message import Delivery, Message
+    from mainspring.mailbox.message import ClaimedMessage, Message
     from mainspring.runtime.scope import DaemonScope
 
 SEND_TIMEOUT = 10.0
@@ -50,7 +50,7 @@ MOST = 16
 # ---------------------------------------------------------------------------------------------------- what a reply says
 
 
-def reply_to(mailbox: Mailbox[Any, Any], delivery: Delivery, body: Any) -> Envelope:
+def reply_to(mailbox: Mailbox[Any, Any], delivery: ClaimedMessage, body: Any) -> Envelope:
     """The reply to ``delivery``, with the request's id and deadline in its headers. ``body`` is encoded."""
     headers = {"request_id": delivery.message_id}
     if HEADER in delivery.headers:
@@ -58,7 +58,7 @@ def reply_to(mailbox: Mailbox[Any, Any], delivery: Delivery, body: Any) -> Envel
     return Envelope(mailbox.new_id(), body, reply_to=delivery.reply_to, headers=headers)
 
 
-def completed(mailbox: Mailbox[Any, Any], delivery: Delivery, dead: Dead) -> Dead:
+def completed(mailbox: Mailbox[Any, Any], delivery: ClaimedMessage, dead: Dead) -> Dead:
     """``dead`` with the message's history and, where its sender wants to hear of it, an error reply."""
     history, reply = dead.history, dead.reply
     if history is None and mailbox.capabilities.history:
@@ -95,7 +95,7 @@ def is_local(mailbox: Mailbox[Any, Any], reply: Envelope) -> bool:
     return mailbox.backend.local_name(reply.reply_to or "") is not None
 
 
-async def settle(mailbox: Mailbox[Any, Any], delivery: Delivery, settlement: Ack | Dead, reply: Envelope) -> None:
+async def settle(mailbox: Mailbox[Any, Any], delivery: ClaimedMessage, settlement: Ack | Dead, reply: Envelope) -> None:
     """Settle and reply: in one step where the reply goes to this store, else send it while the lease is held, then settle."""
     backend, address = mailbox.backend, reply.reply_to or ""
     local = backend.local_name(address)

@@ -13,7 +13,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from mailbox_model import Model, Record
 from mainspring.errors import MailboxFullError, ReceiptHandleExpiredError
 from mainspring.mailbox.memory.queue import MemoryQueue, QueuedMessage
-from mainspring.mailbox.message import Dead, Delivery, Nack
+from mainspring.mailbox.message import ClaimedMessage, Dead, Nack
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -82,13 +82,13 @@ class QueueMachine(RuleBasedStateMachine):
             theirs()
 
     @rule(delivery=consumes(deliveries))
-    def acknowledge(self, delivery: Delivery) -> None:
+    def acknowledge(self, delivery: ClaimedMessage) -> None:
         now = self.tick()
         receipt = delivery.receipt_handle
         self.both(lambda: self.queue.acknowledge(delivery, now), lambda: self.model.acknowledge(receipt, now))
 
     @rule(delivery=deliveries, how=st.sampled_from([Nack(), Nack(2.5), Nack(charge=False), Nack(0, False, True)]))
-    def give_back(self, delivery: Delivery, how: Nack) -> None:
+    def give_back(self, delivery: ClaimedMessage, how: Nack) -> None:
         now = self.tick()
 
         def ours() -> None:
@@ -97,13 +97,13 @@ class QueueMachine(RuleBasedStateMachine):
         self.both(lambda: self.queue.nack(delivery, now, how), ours)
 
     @rule(delivery=deliveries)
-    def bury(self, delivery: Delivery) -> None:
+    def bury(self, delivery: ClaimedMessage) -> None:
         now = self.tick()
         dead, receipt = Dead("no", "Reject"), delivery.receipt_handle
         self.both(lambda: self.queue.dead_letter(delivery, now, dead), lambda: self.model.bury(receipt, now, "Reject"))
 
     @rule(delivery=deliveries, timeout=st.sampled_from([0.0, 3.5, 40.125]))
-    def extend(self, delivery: Delivery, timeout: float) -> None:
+    def extend(self, delivery: ClaimedMessage, timeout: float) -> None:
         now = self.tick()
         receipt = delivery.receipt_handle
         self.both(lambda: self.queue.extend(delivery, now, timeout), lambda: self.model.extend(receipt, now, timeout))

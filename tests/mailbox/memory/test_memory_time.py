@@ -10,7 +10,7 @@ import pytest
 
 from mainspring.errors import MailboxClosedError, ReceiptHandleExpiredError
 from mainspring.mailbox.memory.mailbox import InMemoryMailbox
-from mainspring.mailbox.message import Delivery
+from mainspring.mailbox.message import ClaimedMessage
 from mainspring.testing import run_virtual
 
 pytestmark = pytest.mark.parametrize("entered", [False, True], ids=["unentered", "entered"])
@@ -288,7 +288,7 @@ def test_messages_that_die_unseen_leave_nothing_behind(entered: bool) -> None:
             await anyio.sleep(10)
             assert await mailbox.purge_dead_letters() == 200
         gc.collect()
-        assert sum(isinstance(thing, Delivery) for thing in gc.get_objects()) < 500
+        assert sum(isinstance(thing, ClaimedMessage) for thing in gc.get_objects()) < 500
 
     virtual(entered, test)
 

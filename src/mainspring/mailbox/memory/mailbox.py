@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-    from mainspring.mailbox.message import Cancelled, Counts, Dead, Delivery, Envelope, Settlement
+    from mainspring.mailbox.message import Cancelled, ClaimedMessage, Counts, Dead, Envelope, Settlement
     from mainspring.runtime.scope import DaemonScope
 
 T = TypeVar("T", default=Any)
@@ -211,14 +211,16 @@ class MemoryBackend(Backend):
             raise ReplyNotAvailableError(f"the reply cannot be sent: no mailbox {self.address!r} is open")
         return (await self.send([envelope]))[0]
 
-    async def claim(self, max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> list[Delivery]:
+    async def claim(
+        self, max_messages: int, visibility_timeout: float, wait_time_seconds: float
+    ) -> list[ClaimedMessage]:
         closings = self._closings
         store = self._here()
         deadline = store.clock() + wait_time_seconds
         await store.checkpoint()
         while self._closings == closings and not self._is_closed:
             now = store.clock()
-            claimed: list[Delivery] = [*store.queue.claim(max_messages, now, visibility_timeout)]
+            claimed: list[ClaimedMessage] = [*store.queue.claim(max_messages, now, visibility_timeout)]
             if claimed:
                 if store.queue.pending and store.waker.waiting:
                     store.waker.wake_one()
@@ -235,7 +237,7 @@ class MemoryBackend(Backend):
             store.waker.wake_one()
         return []
 
-    async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
+    async def settle(self, delivery: ClaimedMessage, settlement: Settlement) -> None:
         """Never waits, so a cancellation does not reach it."""
         store = self._here()
         now = store.clock()
@@ -253,7 +255,7 @@ class MemoryBackend(Backend):
                 self._send_reply_to(store, delivery, dead.reply, now)
             queue.dead_letter(delivery, now, dead)
 
-    async def acknowledge_many(self, deliveries: list[Delivery]) -> dict[int, Exception]:
+    async def acknowledge_many(self, deliveries: list[ClaimedMessage]) -> dict[int, Exception]:
         store = self._here()
         now = store.clock()
         refused: dict[int, Exception] = {}
@@ -264,7 +266,7 @@ class MemoryBackend(Backend):
                 refused[number] = error
         return refused
 
-    def _send_reply_to(self, store: MemoryStore, delivery: Delivery, reply: Envelope, now: float) -> None:
+    def _send_reply_to(self, store: MemoryStore, delivery: ClaimedMessage, reply: Envelope, now: float) -> None:
         """Put a reply into the queue that it is for, while the lease is held."""
         store.queue.leased(delivery, now)
         name = reply.reply_to or ""
@@ -280,11 +282,11 @@ class MemoryBackend(Backend):
         reply.reply_to = None
         target.put([reply])
 
-    async def extend(self, delivery: Delivery, timeout: float) -> None:
+    async def extend(self, delivery: ClaimedMessage, timeout: float) -> None:
         store = self._here()
         store.queue.extend(delivery, store.clock(), timeout)
 
-    async def checkpoint(self, delivery: Delivery, state: bytes) -> None:
+    async def checkpoint(self, delivery: ClaimedMessage, state: bytes) -> None:
         store = self._here()
         store.queue.leased(delivery, store.clock()).checkpoint = state
 
@@ -310,12 +312,12 @@ class MemoryBackend(Backend):
         store = self._here()
         return store.queue.purge(store.clock())
 
-    async def dead_letters(self, limit: int, after: str | None) -> list[tuple[Delivery, Dead, float]]:
+    async def dead_letters(self, limit: int, after: str | None) -> list[tuple[ClaimedMessage, Dead, float]]:
         store = self._here()
         store.queue.advance(store.clock())
         return store.queue.dead_letters(limit, after)
 
-    async def find_dead_letters(self, message_ids: list[str]) -> list[tuple[Delivery, Dead, float]]:
+    async def find_dead_letters(self, message_ids: list[str]) -> list[tuple[ClaimedMessage, Dead, float]]:
         store = self._here()
         store.queue.advance(store.clock())
         return store.queue.find_dead(message_ids)

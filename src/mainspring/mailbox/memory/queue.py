@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mainspring.errors import ReceiptHandleExpiredError
 from mainspring.mailbox.limits import full
-from mainspring.mailbox.message import EXPIRED, UNKNOWN, Cancelled, CancelOutcome, Counts, Delivery
+from mainspring.mailbox.message import EXPIRED, UNKNOWN, Cancelled, CancelOutcome, ClaimedMessage, Counts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,7 +27,7 @@ GONE: Final = 3
 QUEUE_SWEEP_FROM = 64
 
 
-class QueuedMessage(Delivery):
+class QueuedMessage(ClaimedMessage):
     """One stay of a message in the queue: from when it begins to wait until its delivery ends.
 
     A claim hands out the entry itself as the delivery; a message that comes back does so as a new entry, so that the old one
@@ -400,7 +400,7 @@ class MemoryQueue:
         self._timers.set_leases(receipts, until)
         return taken
 
-    def leased(self, delivery: Delivery, now: float) -> QueuedMessage:
+    def leased(self, delivery: ClaimedMessage, now: float) -> QueuedMessage:
         """The entry of a delivery whose lease is held; raises :class:`ReceiptHandleExpiredError` for any other."""
         entry = self._in_flight.get(delivery.receipt_handle)
         if entry is None or entry.lease_until <= now:
@@ -410,7 +410,7 @@ class MemoryQueue:
             )
         return entry
 
-    def acknowledge(self, delivery: Delivery, now: float) -> None:
+    def acknowledge(self, delivery: ClaimedMessage, now: float) -> None:
         """Done: it leaves the queue."""
         entry = self.leased(delivery, now)
         entry.place = GONE
@@ -421,7 +421,7 @@ class MemoryQueue:
             self._ids.pop(entry.message_id, None)
         self.settled += 1
 
-    def nack(self, delivery: Delivery, now: float, how: Nack) -> None:
+    def nack(self, delivery: ClaimedMessage, now: float, how: Nack) -> None:
         """Return it to those that wait."""
         entry = self.leased(delivery, now)
         self._end_lease(entry)
@@ -430,13 +430,13 @@ class MemoryQueue:
             again.history = how.history
         self._place(again, now, how.delay, front=how.front)
 
-    def dead_letter(self, delivery: Delivery, now: float, why: Dead) -> None:
+    def dead_letter(self, delivery: ClaimedMessage, now: float, why: Dead) -> None:
         """Give it up: to the dead letters."""
         entry = self.leased(delivery, now)
         self._end_lease(entry)
         self._dead_letter(entry, why, self.wall())
 
-    def extend(self, delivery: Delivery, now: float, timeout: float) -> None:
+    def extend(self, delivery: ClaimedMessage, now: float, timeout: float) -> None:
         """Let its lease last ``timeout`` seconds from ``now``; never less than before. Its item in the heap stays."""
         entry = self.leased(delivery, now)
         entry.lease_until = max(entry.lease_until, now + timeout)
@@ -553,7 +553,7 @@ class MemoryQueue:
             self._append(entry)
         return len(found)
 
-    def dead_letters(self, limit: int, after: str | None) -> list[tuple[Delivery, Dead, float]]:
+    def dead_letters(self, limit: int, after: str | None) -> list[tuple[ClaimedMessage, Dead, float]]:
         """At most ``limit``, oldest first, behind ``after`` (an id that is none of theirs is taken to be before all)."""
         found = iter(self.dead.items())
         if after in self.dead:
@@ -562,7 +562,7 @@ class MemoryQueue:
                     break
         return [letter for _, letter in islice(found, limit)]
 
-    def find_dead(self, message_ids: list[str]) -> list[tuple[Delivery, Dead, float]]:
+    def find_dead(self, message_ids: list[str]) -> list[tuple[ClaimedMessage, Dead, float]]:
         """Those of ``message_ids`` that are dead letters."""
         return [self.dead[message_id] for message_id in self._named_dead(message_ids)]
 

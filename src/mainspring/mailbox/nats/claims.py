@@ -11,7 +11,7 @@ import anyio
 from mainspring.core import clock
 from mainspring.errors import MailboxConnectionError, MailboxError, MailboxFullError, ReceiptHandleExpiredError
 from mainspring.mailbox.limits import CLOSE_TIMEOUT
-from mainspring.mailbox.message import EXPIRED, Delivery
+from mainspring.mailbox.message import EXPIRED, ClaimedMessage
 from mainspring.mailbox.nats.client import GoneError
 from mainspring.mailbox.nats.connection import MAX_POLL_TIMEOUT, POLL_TIMEOUT, Request
 from mainspring.mailbox.nats.names import CONSUMER
@@ -19,7 +19,7 @@ from mainspring.mailbox.nats.records import Record, decode, nanoseconds, token_o
 from mainspring.mailbox.nats.streams import Add, Added
 
 if TYPE_CHECKING:
-    from mainspring.mailbox.message import Delivery
+    from mainspring.mailbox.message import ClaimedMessage
     from mainspring.mailbox.nats.client import RawMessage
     from mainspring.mailbox.nats.connection import Puller
     from mainspring.mailbox.nats.streams import Store, Stored
@@ -65,7 +65,7 @@ class Arrival:
         return cls(sequence, int(parts[first]), message.reply.decode(), message.subject.decode(), stored_at, record)
 
 
-def lease_expired(delivery: Delivery) -> ReceiptHandleExpiredError:
+def lease_expired(delivery: ClaimedMessage) -> ReceiptHandleExpiredError:
     """Return the error for a delivery whose lease is not held."""
     return ReceiptHandleExpiredError(
         f"message {delivery.message_id}: the lease of delivery {delivery.delivery_count} has run out, or it was settled"
@@ -128,7 +128,7 @@ class Claims:
 
     # ------------------------------------------------------------------------------------------------------ claiming
 
-    async def claim(self, limit: int, visibility: float, wait: float) -> list[Delivery]:
+    async def claim(self, limit: int, visibility: float, wait: float) -> list[ClaimedMessage]:
         """See :meth:`Backend.claim`."""
         deadline = self._now() + wait
         more = False
@@ -151,7 +151,7 @@ class Claims:
                 found += rest
         return found
 
-    async def _claim_once(self, limit: int, visibility: float, wait: float) -> tuple[list[Delivery], bool]:
+    async def _claim_once(self, limit: int, visibility: float, wait: float) -> tuple[list[ClaimedMessage], bool]:
         """Return the deliveries of one pull, and True if it brought anything else."""
         began = self._now()
         messages = await (self._poll(limit) if wait < POLL_TIMEOUT else self._pull(limit, wait))
@@ -237,7 +237,7 @@ class Claims:
         if left:  # no room at the tail: the next caller gets them as they are
             await self._store.connection.request_all([Request(arrival.reply, nak(0)) for arrival, _ in left])
 
-    async def _take(self, messages: list[RawMessage], visibility: float, began: float) -> list[Delivery]:
+    async def _take(self, messages: list[RawMessage], visibility: float, began: float) -> list[ClaimedMessage]:
         """Make deliveries of messages that arrived. A message that was delivered before goes to the tail first, under a new
         number."""
         wall = self._wall()
@@ -325,7 +325,7 @@ class Claims:
         )
         return [move for move, result in zip(moves, results, strict=True) if isinstance(result, MailboxFullError)]
 
-    async def _lease(self, fresh: list[Arrival], visibility: float, began: float) -> list[Delivery]:
+    async def _lease(self, fresh: list[Arrival], visibility: float, began: float) -> list[ClaimedMessage]:
         store = self._store
         waited = self._now() - began
         if visibility != store.ack_wait or waited > FRESH_SHARE * visibility:
@@ -388,14 +388,14 @@ class Claims:
 
     # -------------------------------------------------------------------------------------------------------- leases
 
-    def held(self, delivery: Delivery) -> Lease:
+    def held(self, delivery: ClaimedMessage) -> Lease:
         """Return the lease of a delivery. Raise :class:`ReceiptHandleExpiredError` if it has ended."""
         lease = self._leases.get(delivery.receipt_handle)
         if lease is None or lease.until <= self._now():
             raise lease_expired(delivery)
         return lease
 
-    def drop_lease(self, delivery: Delivery) -> None:
+    def drop_lease(self, delivery: ClaimedMessage) -> None:
         """Forget the lease of a delivery whose message has left the queue, or its number."""
         lease = self._leases.pop(delivery.receipt_handle, None)
         if lease is not None:
@@ -406,13 +406,13 @@ class Claims:
         self._leases.clear()
         self._removed.clear()
 
-    async def redeliver_in_place(self, delivery: Delivery, seconds: float) -> None:
+    async def redeliver_in_place(self, delivery: ClaimedMessage, seconds: float) -> None:
         """End a delivery by letting the message stay in its place and be delivered again in ``seconds``."""
         lease = self.held(delivery)
         await self._store.connection.request(lease.reply, nak(seconds))
         self._leases.pop(delivery.receipt_handle, None)
 
-    async def extend(self, delivery: Delivery, timeout: float) -> None:
+    async def extend(self, delivery: ClaimedMessage, timeout: float) -> None:
         """See :meth:`Backend.extend`."""
         store = self._store
         await store.check_identity()

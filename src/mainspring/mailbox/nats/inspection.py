@@ -18,7 +18,7 @@ from mainspring.mailbox.nats.scheduler import move_to_queue
 from mainspring.mailbox.nats.streams import Add
 
 if TYPE_CHECKING:
-    from mainspring.mailbox.message import Dead, Delivery
+    from mainspring.mailbox.message import ClaimedMessage, Dead
     from mainspring.mailbox.nats.claims import Claims
     from mainspring.mailbox.nats.connection import NatsConnection
     from mainspring.mailbox.nats.streams import Store, Stored
@@ -171,7 +171,7 @@ def _old(date: str) -> bool:
     return (clock.utc_now() - then).total_seconds() > TRANSIENT_LIFE
 
 
-async def dead_letters(store: Store, limit: int, after: str | None) -> list[tuple[Delivery, Dead, float]]:
+async def dead_letters(store: Store, limit: int, after: str | None) -> list[tuple[ClaimedMessage, Dead, float]]:
     """See :meth:`Backend.dead_letters`."""
     start = 1
     if after is not None:
@@ -180,7 +180,7 @@ async def dead_letters(store: Store, limit: int, after: str | None) -> list[tupl
     return [_letter(stored) for stored in await _page_from(store, start, limit)]
 
 
-async def find_dead_letters(store: Store, message_ids: list[str]) -> list[tuple[Delivery, Dead, float]]:
+async def find_dead_letters(store: Store, message_ids: list[str]) -> list[tuple[ClaimedMessage, Dead, float]]:
     """See :meth:`Backend.find_dead_letters`."""
     return [_letter(stored) for stored in await _by_ids(store, message_ids)]
 
@@ -261,7 +261,7 @@ async def _by_ids(store: Store, message_ids: list[str]) -> list[Stored]:
     return [found[sequence] for sequence in sorted(found)]
 
 
-def _letter(stored: Stored) -> tuple[Delivery, Dead, float]:
+def _letter(stored: Stored) -> tuple[ClaimedMessage, Dead, float]:
     record = stored.record
     dead, at = read_dead(stored.headers, stored.stored_at)
     delivery = record.delivery("", 0.0, None, None)

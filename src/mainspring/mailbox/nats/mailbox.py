@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import ssl
     from collections.abc import AsyncIterator
 
-    from mainspring.mailbox.message import Cancelled, Counts, Dead, Delivery, Envelope, Settlement
+    from mainspring.mailbox.message import Cancelled, ClaimedMessage, Counts, Dead, Envelope, Settlement
     from mainspring.mailbox.nats.client import RawMessage
     from mainspring.runtime.scope import DaemonScope
 
@@ -247,19 +247,21 @@ class NatsBackend(Backend):
         except ConfigError as error:
             raise InvalidParameterError(f"send: reply_to: {error}") from None
 
-    async def claim(self, max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> list[Delivery]:
+    async def claim(
+        self, max_messages: int, visibility_timeout: float, wait_time_seconds: float
+    ) -> list[ClaimedMessage]:
         return await self._claims.claim(max_messages, visibility_timeout, wait_time_seconds)
 
-    async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
+    async def settle(self, delivery: ClaimedMessage, settlement: Settlement) -> None:
         await self._settlements.settle(delivery, settlement)
 
-    async def acknowledge_many(self, deliveries: list[Delivery]) -> dict[int, Exception]:
+    async def acknowledge_many(self, deliveries: list[ClaimedMessage]) -> dict[int, Exception]:
         return await self._settlements.acknowledge(deliveries)
 
-    async def extend(self, delivery: Delivery, timeout: float) -> None:
+    async def extend(self, delivery: ClaimedMessage, timeout: float) -> None:
         await self._claims.extend(delivery, timeout)
 
-    async def checkpoint(self, delivery: Delivery, state: bytes) -> None:
+    async def checkpoint(self, delivery: ClaimedMessage, state: bytes) -> None:
         await self._settlements.checkpoint(delivery, state)
 
     async def counts(self) -> Counts:
@@ -268,10 +270,10 @@ class NatsBackend(Backend):
     async def purge(self) -> int:
         return await inspection.purge(self._store)
 
-    async def dead_letters(self, limit: int, after: str | None) -> list[tuple[Delivery, Dead, float]]:
+    async def dead_letters(self, limit: int, after: str | None) -> list[tuple[ClaimedMessage, Dead, float]]:
         return await inspection.dead_letters(self._store, limit, after)
 
-    async def find_dead_letters(self, message_ids: list[str]) -> list[tuple[Delivery, Dead, float]]:
+    async def find_dead_letters(self, message_ids: list[str]) -> list[tuple[ClaimedMessage, Dead, float]]:
         return await inspection.find_dead_letters(self._store, message_ids)
 
     async def replay_dead_letters(self, message_ids: list[str] | None) -> int:

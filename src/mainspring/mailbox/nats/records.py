@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from mainspring.mailbox.history import without_oldest
-from mainspring.mailbox.message import Dead, Delivery
+from mainspring.mailbox.message import ClaimedMessage, Dead
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -95,10 +95,10 @@ class Record:
             return b'%s{"i":"%s","t":%r}\n%s' % (MARK, self.message_id.encode(), self.enqueued_at, self.body)
         return b"%s%s\n%s" % (MARK, json.dumps(known, separators=(",", ":")).encode("ascii"), self.body)
 
-    def delivery(self, handle: str, now: float, leased_at: float | None, checkpoint: bytes | None) -> Delivery:
+    def delivery(self, handle: str, now: float, leased_at: float | None, checkpoint: bytes | None) -> ClaimedMessage:
         """Return its delivery under ``handle``."""
         first = self.first_received_at
-        return Delivery(
+        return ClaimedMessage(
             self.message_id,
             self.body,
             handle,

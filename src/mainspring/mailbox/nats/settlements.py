@@ -23,7 +23,7 @@ from mainspring.mailbox.nats.records import RESERVED_FOR_DEATH, Record, token_of
 from mainspring.mailbox.nats.streams import Add
 
 if TYPE_CHECKING:
-    from mainspring.mailbox.message import Delivery, Envelope, Settlement
+    from mainspring.mailbox.message import ClaimedMessage, Envelope, Settlement
     from mainspring.mailbox.nats.claims import Claims, Lease
     from mainspring.mailbox.nats.streams import Store
 
@@ -44,7 +44,7 @@ class Settlements:
         self._claims = claims
         self._wall = clock.wall_clock()
 
-    async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
+    async def settle(self, delivery: ClaimedMessage, settlement: Settlement) -> None:
         """See :meth:`Backend.settle`."""
         await self._store.check_identity()
         lease = self._claims.held(delivery)
@@ -68,7 +68,7 @@ class Settlements:
         if lease.checkpoint and isinstance(settlement, Ack):
             await self._store.forget_checkpoint(lease.record)
 
-    async def acknowledge(self, deliveries: list[Delivery]) -> dict[int, Exception]:
+    async def acknowledge(self, deliveries: list[ClaimedMessage]) -> dict[int, Exception]:
         """See :meth:`Backend.acknowledge_many`: one request each, all at once."""
         store = self._store
         await store.check_identity()
@@ -95,13 +95,13 @@ class Settlements:
                     tasks.start_soon(self._store.forget_checkpoint, leases[number].record)
         return refused
 
-    def _drop(self, delivery: Delivery, lease: Lease, held: bool) -> None:
+    def _drop(self, delivery: ClaimedMessage, lease: Lease, held: bool) -> None:
         """Forget the lease of a settled delivery. Raise :class:`ReceiptHandleExpiredError` if it was not ``held``."""
         self._claims.drop_lease(delivery)
         if not held and not lease.unsure:  # if unsure, the unanswered try has done it
             raise lease_expired(delivery)
 
-    async def _handle_full(self, lease: Lease, delivery: Delivery, settlement: Settlement) -> bool:
+    async def _handle_full(self, lease: Lease, delivery: ClaimedMessage, settlement: Settlement) -> bool:
         """Leave a message in place whose next place has no room. Return True if that is what the settlement wanted.
 
         A released message is delivered again from there. So is, after a while, one whose dead letter cannot be
@@ -156,13 +156,13 @@ class Settlements:
         )
         return record.within(self._store.connection.max_payload - RESERVED_FOR_DEATH)
 
-    async def _dead_letter(self, lease: Lease, delivery: Delivery, dead: Dead) -> bool:
+    async def _dead_letter(self, lease: Lease, delivery: ClaimedMessage, dead: Dead) -> bool:
         if dead.reply is not None:
             await self._reply(lease, delivery, dead.reply)
         record = self._ended_record(lease, True, dead.history)
         return await self._store.dead_letter(self._store.names.queue, lease.sequence, record, dead, self._wall())
 
-    async def _reply(self, lease: Lease, delivery: Delivery, reply: Envelope) -> None:
+    async def _reply(self, lease: Lease, delivery: ClaimedMessage, reply: Envelope) -> None:
         """Send a reply to a mailbox on this store while the lease is held. The server drops a second one by its id."""
         store = self._store
         if await store.get(store.names.queue, lease.sequence) is None and not lease.unsure:
@@ -187,7 +187,7 @@ class Settlements:
             await store.ensure(names)
             await store.add_elsewhere(add)
 
-    async def checkpoint(self, delivery: Delivery, state: bytes) -> None:
+    async def checkpoint(self, delivery: ClaimedMessage, state: bytes) -> None:
         """See :meth:`Backend.checkpoint`."""
         store = self._store
         await store.check_identity()

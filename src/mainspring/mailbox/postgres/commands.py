@@ -21,7 +21,7 @@ from mainspring.mailbox import batched
 from mainspring.mailbox.batched import AcknowledgeMany
 from mainspring.mailbox.codec import headers_of
 from mainspring.mailbox.limits import size_of
-from mainspring.mailbox.message import Counts, Delivery
+from mainspring.mailbox.message import ClaimedMessage, Counts
 from mainspring.mailbox.postgres.values import (
     Blobs,
     Floats,
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False, repr=False, slots=True)
-class Send(batched.Send):
+class PostgresSend(batched.Send):
     """``blocked``: nothing was stored, because an open transaction has sent one of the keys."""
 
     blocked: bool = field(default=False, init=False)
@@ -117,7 +117,7 @@ class Batch:
     statements: list[Statement] = field(default_factory=list)
     became_pending: Counter[int] = field(default_factory=Counter)
     """How many messages became pending, by mailbox."""
-    unreadable: list[Delivery] = field(default_factory=list)
+    unreadable: list[ClaimedMessage] = field(default_factory=list)
     """Claimed messages with headers that cannot be read."""
     due_in: float | None = None
     """Seconds until something is due, as far as the batch has learnt."""
@@ -142,10 +142,10 @@ class Batch:
 
     # --------------------------------------------------------------------------------------------------------- sending
 
-    def add_send(self, sends: list[Send]) -> None:
+    def add_send(self, sends: list[PostgresSend]) -> None:
         plain: list[Envelope] = []
         with_options: list[Envelope] = []
-        dedup: list[tuple[Send, int, Envelope]] = []
+        dedup: list[tuple[PostgresSend, int, Envelope]] = []
         for send in sends:
             send.result = []
             rest: list[Envelope] = []  # in one statement, as they are in order
@@ -168,7 +168,7 @@ class Batch:
         for envelope in with_options:
             self._sent(envelope)
 
-    def _send_dedup(self, dedup: list[tuple[Send, int, Envelope]]) -> None:
+    def _send_dedup(self, dedup: list[tuple[PostgresSend, int, Envelope]]) -> None:
         if self.patience is not None:
             for one in dedup:
                 e = one[2]
@@ -182,7 +182,7 @@ class Batch:
             values = (*_bodies(envelopes), *options_values(envelopes), keys, self.lock_wait, self.apart)
             self._add("send_many_dedup", values, partial(self._dedup_sent, some))
 
-    def _dedup_sent(self, dedup: list[tuple[Send, int, Envelope]], rows: list[tuple[Any, ...]]) -> None:
+    def _dedup_sent(self, dedup: list[tuple[PostgresSend, int, Envelope]], rows: list[tuple[Any, ...]]) -> None:
         for (send, place, envelope), (found,) in zip(dedup, rows, strict=True):
             name = found.decode() if isinstance(found, bytes) else found  # on a sender's connection in SQL_ASCII
             send.result[place] = name
@@ -225,7 +225,7 @@ class Batch:
             claim.result = deliveries[start : start + claim.limit]
             start += claim.limit
 
-    def _deliveries(self, rows: list[tuple[Any, ...]]) -> list[Delivery]:
+    def _deliveries(self, rows: list[tuple[Any, ...]]) -> list[ClaimedMessage]:
         deliveries = []
         last: dict[int, int] = {}  # of each rank, as they are in order
         rows.reverse()
@@ -235,7 +235,7 @@ class Batch:
             )
             last[rank] = pos
             known = {} if headers is None else headers_of(headers)
-            delivery = Delivery(
+            delivery = ClaimedMessage(
                 name,
                 body,
                 f"{name}.{lease}",
@@ -329,7 +329,7 @@ class Batch:
 
         self._add("settle", settle_values(commands), finish)
 
-    def add_nack(self, commands: list[batched.Nack]) -> None:
+    def add_nack(self, commands: list[batched.NackCommand]) -> None:
         commands = once_each(commands)
 
         def finish(rows: list[tuple[Any, ...]]) -> None:
@@ -385,10 +385,10 @@ _IN_ORDER: tuple[tuple[type, Callable[[Batch, Any], None]], ...] = (
     (batched.Acknowledge, Batch.add_acknowledge),
     (AcknowledgeMany, Batch.add_acknowledge_many),
     (Settle, Batch.add_settle),
-    (batched.Nack, Batch.add_nack),
+    (batched.NackCommand, Batch.add_nack),
     (batched.Extend, Batch.add_extend),
     (batched.Checkpoint, Batch.add_checkpoint),
-    (Send, Batch.add_send),
+    (PostgresSend, Batch.add_send),
     (batched.Claim, Batch.add_claim),
     (Poll, Batch.add_poll),
     (batched.Count, Batch.add_count),

@@ -11,7 +11,7 @@ import psycopg
 from mainspring.core.clock import loop_clock
 from mainspring.errors import MailboxConnectionError
 from mainspring.mailbox.batched import Batcher
-from mainspring.mailbox.postgres.commands import LOCK_WAIT, Send
+from mainspring.mailbox.postgres.commands import LOCK_WAIT, PostgresSend
 from mainspring.mailbox.postgres.connection import BlockedError, refusal
 from mainspring.mailbox.postgres.values import stored_key
 from mainspring.runtime.retry import Retries
@@ -34,7 +34,7 @@ class Transact(Protocol):
     After that, the whole transaction fails; with ``apart`` only the send with that key is blocked.
     """
 
-    async def __call__(self, commands: Sequence[Send], lock_wait: float, apart: bool = ...) -> None: ...
+    async def __call__(self, commands: Sequence[PostgresSend], lock_wait: float, apart: bool = ...) -> None: ...
 
 
 class DedupSends:
@@ -48,8 +48,8 @@ class DedupSends:
         self._timeout = timeout
         self._now = loop_clock()
         self._blocked: Counter[str] = Counter()
-        self._first: Batcher[Send] = Batcher(self._together, name=name)
-        self._again: Batcher[Send] = Batcher(self._each_key, name=name)
+        self._first: Batcher[PostgresSend] = Batcher(self._together, name=name)
+        self._again: Batcher[PostgresSend] = Batcher(self._each_key, name=name)
         self.batchers = (self._first, self._again)
 
     async def send(self, envelopes: list[Envelope]) -> list[str]:
@@ -58,11 +58,11 @@ class DedupSends:
         return await self.retry_while_blocked(envelopes, self._again.call if known else self._first.call)
 
     async def retry_while_blocked(
-        self, envelopes: list[Envelope], attempt: Callable[[Send], Awaitable[Any]]
+        self, envelopes: list[Envelope], attempt: Callable[[PostgresSend], Awaitable[Any]]
     ) -> list[str]:
         """Store ``envelopes`` by ``attempt``; while they are blocked, try again until the timeout."""
         deadline = self._now() + self._timeout
-        send = Send(envelopes)
+        send = PostgresSend(envelopes)
         await attempt(send)
         if not send.blocked:
             return list(send.result)
@@ -74,7 +74,7 @@ class DedupSends:
             retries = Retries(initial=FIRST_PAUSE, maximum=LONGEST_PAUSE)
             while (left := deadline - self._now()) > 0:
                 await anyio.sleep(min(retries.failed(), left))
-                send = Send(envelopes)
+                send = PostgresSend(envelopes)
                 await attempt(send)
                 if not send.blocked:
                     return list(send.result)
@@ -83,7 +83,7 @@ class DedupSends:
             self._blocked += Counter()  # without those of zero
         raise blocked_error(envelopes, f"within {self._timeout:g} s")
 
-    async def _together(self, sends: list[Send]) -> None:
+    async def _together(self, sends: list[PostgresSend]) -> None:
         """Store all in one transaction: the usual case, in which no key is blocked."""
         try:
             await self._transact(sends, LOCK_WAIT)
@@ -92,7 +92,7 @@ class DedupSends:
         except psycopg.Error as error:
             await self._apart(sends, error)
 
-    async def _each_key(self, sends: list[Send]) -> None:
+    async def _each_key(self, sends: list[PostgresSend]) -> None:
         """Store all that is not blocked in one transaction. Of several sends with one key, the first goes first."""
         single = {
             stored_key(send.envelopes[0].dedup_key or ""): send for send in reversed(sends) if len(send.envelopes) == 1
@@ -109,7 +109,7 @@ class DedupSends:
             if len(send.envelopes) > 1:
                 await self._whole(send)
 
-    async def _singly(self, sends: list[Send]) -> None:
+    async def _singly(self, sends: list[PostgresSend]) -> None:
         if not sends:
             return
         try:
@@ -117,7 +117,7 @@ class DedupSends:
         except psycopg.Error as error:
             await self._apart(sends, error)
 
-    async def _apart(self, sends: list[Send], error: psycopg.Error) -> None:
+    async def _apart(self, sends: list[PostgresSend], error: psycopg.Error) -> None:
         """Store each by itself, because one has a value that the server does not take."""
         if len(sends) == 1:
             sends[0].error = refusal(error)
@@ -125,7 +125,7 @@ class DedupSends:
         for send in sends:
             await self._whole(send)
 
-    async def _whole(self, send: Send) -> None:
+    async def _whole(self, send: PostgresSend) -> None:
         send.error = None
         try:
             await self._transact([send], SHORT_LOCK_WAIT)

@@ -26,7 +26,7 @@ from mainspring.mailbox.postgres.commands import (
     Batch,
     NoSuchTargetError,
     Poll,
-    Send,
+    PostgresSend,
     Settle,
 )
 from mainspring.mailbox.postgres.connection import ConnectionPool, refusal
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     from mainspring.errors import MailboxConnectionError
-    from mainspring.mailbox.message import Dead, Delivery, Envelope, Message, Settlement
+    from mainspring.mailbox.message import ClaimedMessage, Dead, Envelope, Message, Settlement
     from mainspring.runtime.scope import DaemonScope
 
 T = TypeVar("T")
@@ -380,10 +380,10 @@ class PostgresBackend(BatchedBackend):
         for envelope in envelopes:
             if envelope.dedup_key is not None:
                 return await self._dedup.send(envelopes)
-        ids: list[str] = await self._sends.call(Send(envelopes))
+        ids: list[str] = await self._sends.call(PostgresSend(envelopes))
         return ids
 
-    async def _send_within_capacity(self, send: Send) -> None:
+    async def _send_within_capacity(self, send: PostgresSend) -> None:
         batch = self._new_batch()
         await send_within_capacity(self._pool, batch, send, self._capacity or 0, self._turns)
         self._notify(batch)
@@ -402,7 +402,7 @@ class PostgresBackend(BatchedBackend):
         await self._ready_for(envelopes)
         if self._capacity is not None:
             raise InvalidParameterError("send: connection= cannot be used with a mailbox that has a capacity")
-        send = Send(envelopes)
+        send = PostgresSend(envelopes)
         patience = self._pool.connections.timeout
         steps = statements_to_join(self._pool.schema, self._store, self._new_batch(patience), send)
         if isinstance(connection, ThreadConnection) and not is_async(connection.connection):
@@ -419,7 +419,7 @@ class PostgresBackend(BatchedBackend):
 
     # ------------------------------------------------------------------------------------------------------ receiving
 
-    async def _claim_once(self, limit: int, visibility: float, *, waits: bool) -> list[Delivery]:
+    async def _claim_once(self, limit: int, visibility: float, *, waits: bool) -> list[ClaimedMessage]:
         found = await super()._claim_once(limit, visibility, waits=waits)
         if waits and not found:  # not before: a poll that comes before the receive waits would be the last one
             self.sweep_in(self._poll_interval)
@@ -427,11 +427,11 @@ class PostgresBackend(BatchedBackend):
 
     # ------------------------------------------------------------------------------------------------------- settling
 
-    async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
+    async def settle(self, delivery: ClaimedMessage, settlement: Settlement) -> None:
         command: batched.OfDelivery
         target: int | None = None
         if isinstance(settlement, Nack):
-            command = batched.Nack(delivery, settlement)
+            command = batched.NackCommand(delivery, settlement)
         elif isinstance(settlement, Ack) and settlement.reply is None:
             command = batched.Acknowledge(delivery)
         else:
@@ -444,7 +444,7 @@ class PostgresBackend(BatchedBackend):
             self._pool.forget_number(target)
             raise
 
-    async def acknowledge_many(self, deliveries: list[Delivery]) -> dict[int, Exception]:
+    async def acknowledge_many(self, deliveries: list[ClaimedMessage]) -> dict[int, Exception]:
         """Acknowledge in one call; deliveries that may have to wait for a transaction go each by itself, at the same time.
 
         So all of it takes no longer than one call may, however many wait.
@@ -471,7 +471,7 @@ class PostgresBackend(BatchedBackend):
                     refused |= dict.fromkeys(together, error)
         return refused
 
-    async def _acknowledge_together(self, deliveries: dict[int, Delivery]) -> dict[int, Exception]:
+    async def _acknowledge_together(self, deliveries: dict[int, ClaimedMessage]) -> dict[int, Exception]:
         refused = await self._batcher.call(AcknowledgeMany(list(deliveries.values())))
         numbers = list(deliveries)
         return {numbers[place]: error for place, error in refused.items()}
@@ -495,7 +495,7 @@ class PostgresBackend(BatchedBackend):
         target = await self._pool.number(name, make=not name.startswith(TRANSIENT))
         return replace(settlement, reply=replace(reply, reply_to=None)), target
 
-    async def extend(self, delivery: Delivery, timeout: float) -> None:
+    async def extend(self, delivery: ClaimedMessage, timeout: float) -> None:
         under_way = self._transactions.under_way.get(delivery.receipt_handle)
         if under_way is not None:
             under_way.check_renewal()
@@ -503,7 +503,7 @@ class PostgresBackend(BatchedBackend):
                 return  # its row is locked until that commits: no claim can take it, and a renewal would block its batch
         await self._call(batched.Extend(delivery, timeout))
 
-    async def checkpoint(self, delivery: Delivery, state: bytes) -> None:
+    async def checkpoint(self, delivery: ClaimedMessage, state: bytes) -> None:
         check_column("a checkpoint", len(state))
         await super().checkpoint(delivery, state)
 
@@ -512,12 +512,12 @@ class PostgresBackend(BatchedBackend):
     async def purge(self) -> int:
         return int(await self._pool.value("purge", self._number))
 
-    async def dead_letters(self, limit: int, after: str | None) -> list[tuple[Delivery, Dead, float]]:
+    async def dead_letters(self, limit: int, after: str | None) -> list[tuple[ClaimedMessage, Dead, float]]:
         behind = None if after is None else known([after])[0]
         rows = await self._pool.rows("dead_letters", self._number, min(limit, 2**31 - 1), behind, None)
         return [dead_row(row) for row in rows]
 
-    async def find_dead_letters(self, message_ids: list[str]) -> list[tuple[Delivery, Dead, float]]:
+    async def find_dead_letters(self, message_ids: list[str]) -> list[tuple[ClaimedMessage, Dead, float]]:
         named = array(Texts, known(message_ids))
         rows = await self._pool.rows("dead_letters", self._number, len(message_ids), None, named)
         return [dead_row(row) for row in rows]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from mainspring.mailbox.batched import OfDelivery
     from mainspring.mailbox.message import Message
-    from mainspring.mailbox.postgres.commands import Send
+    from mainspring.mailbox.postgres.commands import PostgresSend
     from mainspring.mailbox.postgres.pool import SharedPool
 
 
@@ -39,7 +39,7 @@ UNCERTAIN = "which may have taken place"
 
 
 async def send_within_capacity(
-    shared: SharedPool, batch: Batch, send: Send, capacity: int, turn: anyio.Semaphore
+    shared: SharedPool, batch: Batch, send: PostgresSend, capacity: int, turn: anyio.Semaphore
 ) -> None:
     """Store the messages if there is room, in one transaction that keeps other senders from counting; hold ``turn`` meanwhile.
 
@@ -59,7 +59,7 @@ async def send_within_capacity(
 
 
 async def _send_if_it_fits(
-    connection: psycopg.AsyncConnection[Any], batch: Batch, send: Send, capacity: int, schema: str
+    connection: psycopg.AsyncConnection[Any], batch: Batch, send: PostgresSend, capacity: int, schema: str
 ) -> None:
     envelopes = send.envelopes
     keys = sorted({stored_key(e.dedup_key) for e in envelopes if e.dedup_key is not None})
@@ -294,7 +294,7 @@ def thread_connection(given: Any) -> psycopg.Connection[Any]:
     return connection
 
 
-def statements_to_join(schema: str, store: str, batch: Batch, send: Send) -> Iterator[Statement]:
+def statements_to_join(schema: str, store: str, batch: Batch, send: PostgresSend) -> Iterator[Statement]:
     """Yield the statements that store the messages of ``send`` in a sender's transaction. Execute each before the next.
 
     The messages exist, and wake receivers, if that commits. Raise :class:`MailboxConnectionError` if another open transaction
@@ -317,7 +317,7 @@ async def send_on(connection: psycopg.AsyncConnection[Any], steps: Iterator[Stat
             each.take(await execute(connection, each))
 
 
-def send_on_thread(given: Any, steps: Iterator[Statement], send: Send) -> list[str]:
+def send_on_thread(given: Any, steps: Iterator[Statement], send: PostgresSend) -> list[str]:
     """Execute the statements in the transaction of the calling thread's connection. Return the ids."""
     connection = thread_connection(given)
     with _translated_errors():

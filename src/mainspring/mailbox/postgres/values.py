@@ -14,7 +14,7 @@ from psycopg.types.string import BytesBinaryDumper
 from mainspring.errors import ReceiptHandleExpiredError
 from mainspring.mailbox.codec import headers_of
 from mainspring.mailbox.limits import size_of
-from mainspring.mailbox.message import Dead, Delivery, Nack
+from mainspring.mailbox.message import ClaimedMessage, Dead, Nack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -231,11 +231,11 @@ def settle_values(commands: list[Settle]) -> tuple[Any, ...]:
     )
 
 
-def dead_row(row: tuple[Any, ...]) -> tuple[Delivery, Dead, float]:
+def dead_row(row: tuple[Any, ...]) -> tuple[ClaimedMessage, Dead, float]:
     """Return the dead letter of a row of ``dead_letters``."""
     name, body, count, attempts, sent, first, reply_to, headers, checkpoint, history, *why, at = row
     known = {} if headers is None else headers_of(headers) or {}
-    delivery = Delivery(
+    delivery = ClaimedMessage(
         name, body, "", count, attempts, sent, first or 0.0, reply_to, known, checkpoint, None, history
     )  # fmt: skip
     return delivery, Dead(*why), at
@@ -246,7 +246,7 @@ def plain_text(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")
 
 
-def leases(deliveries: Sequence[Delivery]) -> tuple[Any, ...]:
+def leases(deliveries: Sequence[ClaimedMessage]) -> tuple[Any, ...]:
     """Return the ids and the lease numbers of deliveries; 0, which no lease has, for a handle of another kind of mailbox."""
     ids: list[str] = []
     leases: list[int] = []
@@ -258,7 +258,7 @@ def leases(deliveries: Sequence[Delivery]) -> tuple[Any, ...]:
     return array(Texts, ids), array(Integers, leases)
 
 
-def expired(delivery: Delivery) -> ReceiptHandleExpiredError:
+def expired(delivery: ClaimedMessage) -> ReceiptHandleExpiredError:
     """Return the error for a lease that is not held."""
     return ReceiptHandleExpiredError(
         f"message {delivery.message_id}: the lease of delivery {delivery.delivery_count} has run out, or it was settled"

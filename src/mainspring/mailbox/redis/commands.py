@@ -16,7 +16,7 @@ from mainspring.errors import MailboxConnectionError, ReceiptHandleExpiredError,
 from mainspring.mailbox import batched
 from mainspring.mailbox.batched import AcknowledgeMany, Command
 from mainspring.mailbox.limits import check_size, full
-from mainspring.mailbox.message import EXPIRED, UNKNOWN, Cancelled, CancelOutcome, Counts, Dead, Delivery
+from mainspring.mailbox.message import EXPIRED, UNKNOWN, Cancelled, CancelOutcome, ClaimedMessage, Counts, Dead
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -114,7 +114,7 @@ def claimed_at(receipt: bytes) -> int:
 
 def delivery_of(
     token: bytes, value: bytes, details: dict[bytes, bytes] | None, leased_at: float
-) -> tuple[Delivery, bool]:
+) -> tuple[ClaimedMessage, bool]:
     """Read a delivery and return whether its value is readable. ``details`` is what only some messages have."""
     receipt = token.decode()
     tick, _, _, spot = receipt.split(".", 3)
@@ -122,8 +122,8 @@ def delivery_of(
     try:
         sent, body, reply_to, headers = read_message(value)
     except SerializationError:
-        return Delivery(message_id, value, receipt, 1, 1, 0.0, claimed), False
-    delivery = Delivery(message_id, body, receipt, 1, 1, sent, claimed, reply_to, headers, None, leased_at)
+        return ClaimedMessage(message_id, value, receipt, 1, 1, 0.0, claimed), False
+    delivery = ClaimedMessage(message_id, body, receipt, 1, 1, sent, claimed, reply_to, headers, None, leased_at)
     if details is not None:
         if b"b" in details:
             ended, charged, first = _numbers(details[b"b"], 3)
@@ -142,7 +142,7 @@ def _numbers(text: bytes, count: int) -> list[int]:
 
 def _read_dead(
     message_id: bytes, value: bytes, counts: bytes, reason: bytes, checkpoint: bytes | None, history: bytes | None
-) -> tuple[Delivery, Dead, float]:
+) -> tuple[ClaimedMessage, Dead, float]:
     """Read a dead letter; return it, why it is dead, and when it died (POSIX)."""
     try:
         sent, body, reply_to, headers = read_message(value)
@@ -150,7 +150,7 @@ def _read_dead(
         sent, body, reply_to, headers = 0.0, value, None, {}
     ended, charged, first, died = _numbers(counts, 4)
     name = message_id.decode("utf-8", "replace")
-    delivery = Delivery(name, body, "", ended, charged, sent, first / MICRO, reply_to, headers)
+    delivery = ClaimedMessage(name, body, "", ended, charged, sent, first / MICRO, reply_to, headers)
     delivery.checkpoint = checkpoint
     delivery.history = None if history is None else history.decode("utf-8", "replace")
     return delivery, _read_reason(reason), died / MICRO
@@ -190,13 +190,13 @@ def check_command(command: Command, longest: int) -> None:
         check_size("a checkpoint", len(command.state), longest, TAKES)
     elif isinstance(command, batched.Reply):
         reply = command.ack.reply
-    elif isinstance(command, batched.DeadLetter):
+    elif isinstance(command, batched.DeadLetterCommand):
         reply = command.dead.reply
     if reply is not None:
         check_size("a reply", stored_size(replace(reply, reply_to=None)), longest, TAKES)
 
 
-def expired(delivery: Delivery) -> ReceiptHandleExpiredError:
+def expired(delivery: ClaimedMessage) -> ReceiptHandleExpiredError:
     """Return the error of a call without a lease."""
     return ReceiptHandleExpiredError(
         f"message {delivery.message_id}: the lease of delivery {delivery.delivery_count} has run out, or it was settled"
@@ -216,7 +216,7 @@ class RedisClaim(batched.Claim):
 
     claimant: str
     others: bool
-    unreadable: list[Delivery] = field(default_factory=list, init=False)
+    unreadable: list[ClaimedMessage] = field(default_factory=list, init=False)
     again: bool = field(default=False, init=False)
 
 
@@ -396,7 +396,7 @@ def _take_claims(call: FunctionCall, claims: Sequence[RedisClaim], result: Any) 
 # ----------------------------------------------------------------------------------------- commands that are written alone
 
 
-def _nack(call: FunctionCall, command: batched.Nack) -> tuple[Argument, ...]:
+def _nack(call: FunctionCall, command: batched.NackCommand) -> tuple[Argument, ...]:
     how = command.how
     receipt = encoded(command.delivery.receipt_handle)
     return "nack", receipt, micros(how.delay), int(how.charge), int(how.front), how.history or ""
@@ -414,7 +414,7 @@ def _reply(call: FunctionCall, command: batched.Reply) -> tuple[Argument, ...]:
     return "reply", encoded(command.delivery.receipt_handle), *_reply_part(call, command.ack.reply)
 
 
-def _dead_letter(call: FunctionCall, command: batched.DeadLetter) -> tuple[Argument, ...]:
+def _dead_letter(call: FunctionCall, command: batched.DeadLetterCommand) -> tuple[Argument, ...]:
     dead = command.dead
     settled = ("dead_letter", encoded(command.delivery.receipt_handle), _write_reason(dead), dead.history or "")
     return *settled, *_reply_part(call, dead.reply)
@@ -527,8 +527,8 @@ OPERATIONS: Final[dict[type[Command], Operation]] = {
     batched.Open: _single(0, lambda *_: ("open",), _take_open),
     AcknowledgeMany: Operation(1, _write_acks, _take_acks),
     batched.Reply: _single(2, _reply, _take_settled),
-    batched.DeadLetter: _single(2, _dead_letter, _take_settled),
-    batched.Nack: _single(2, _nack, _take_settled),
+    batched.DeadLetterCommand: _single(2, _dead_letter, _take_settled),
+    batched.NackCommand: _single(2, _nack, _take_settled),
     batched.Extend: _single(
         2, lambda _, c: ("extend", encoded(c.delivery.receipt_handle), micros(c.timeout)), _take_settled
     ),

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from mainspring.mailbox.batched import Command
-    from mainspring.mailbox.message import Delivery, Envelope, Settlement
+    from mainspring.mailbox.message import ClaimedMessage, Envelope, Settlement
     from mainspring.mailbox.redis.client import Client, OtherNodes
     from mainspring.runtime.scope import DaemonScope
 
@@ -229,10 +229,12 @@ class RedisBackend(CommandBackend):
         sent: list[str] = ids
         return sent
 
-    async def claim(self, max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> list[Delivery]:
+    async def claim(
+        self, max_messages: int, visibility_timeout: float, wait_time_seconds: float
+    ) -> list[ClaimedMessage]:
         return await self._receiving.claim(max_messages, visibility_timeout, wait_time_seconds)
 
-    async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
+    async def settle(self, delivery: ClaimedMessage, settlement: Settlement) -> None:
         if isinstance(settlement, Ack):
             reply = settlement.reply
             if reply is not None and not await self._has_sent_reply(delivery, reply):
@@ -244,15 +246,15 @@ class RedisBackend(CommandBackend):
             reply = settlement.reply
             if reply is not None and await self._has_sent_reply(delivery, reply):
                 settlement = replace(settlement, reply=None)
-            await self._call(batched.DeadLetter(delivery, settlement))
+            await self._call(batched.DeadLetterCommand(delivery, settlement))
         else:
-            await self._call(batched.Nack(delivery, settlement))
+            await self._call(batched.NackCommand(delivery, settlement))
 
-    async def acknowledge_many(self, deliveries: list[Delivery]) -> dict[int, Exception]:
+    async def acknowledge_many(self, deliveries: list[ClaimedMessage]) -> dict[int, Exception]:
         not_held: dict[int, Exception] = await self._batcher.call(AcknowledgeMany(deliveries))
         return not_held
 
-    async def _has_sent_reply(self, delivery: Delivery, reply: Envelope) -> bool:
+    async def _has_sent_reply(self, delivery: ClaimedMessage, reply: Envelope) -> bool:
         """Send the reply before the settlement, in a cluster: its mailbox may be on another node. Else return False."""
         if not self._topology.cluster:
             return False
@@ -260,8 +262,8 @@ class RedisBackend(CommandBackend):
         await self._other_nodes.send(reply, delivery.message_id)
         return True
 
-    async def dead_letters(self, limit: int, after: str | None) -> list[tuple[Delivery, Dead, float]]:
-        letters: list[tuple[Delivery, Dead, float]] = []
+    async def dead_letters(self, limit: int, after: str | None) -> list[tuple[ClaimedMessage, Dead, float]]:
+        letters: list[tuple[ClaimedMessage, Dead, float]] = []
         while len(letters) < limit:
             most = min(limit - len(letters), MOST_DEAD)
             page = await super().dead_letters(most, after)

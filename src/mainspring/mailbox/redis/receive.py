@@ -35,7 +35,7 @@ from mainspring.errors import (
     ReceiptHandleExpiredError,
     copied,
 )
-from mainspring.mailbox.batched import Batcher, DeadLetter, Open, Unclaim
+from mainspring.mailbox.batched import Batcher, DeadLetterCommand, Open, Unclaim
 from mainspring.mailbox.redis.client import Batches
 from mainspring.mailbox.redis.commands import (
     MICRO,
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from anyio.abc import TaskStatus
 
     from mainspring.mailbox.batched import Command
-    from mainspring.mailbox.message import Delivery
+    from mainspring.mailbox.message import ClaimedMessage
     from mainspring.mailbox.redis.client import Client
     from mainspring.mailbox.redis.connection import Channel
     from mainspring.mailbox.redis.topology import Topology
@@ -84,7 +84,7 @@ class WaitingReceive:
     visible: int
     deadline: float
     event: anyio.Event = field(default_factory=anyio.Event)
-    delivery: Delivery | None = None
+    delivery: ClaimedMessage | None = None
     error: Exception | None = None
     is_late: bool = False
 
@@ -110,8 +110,8 @@ class WaitingReceives:
         self._now = loop_clock()
 
     async def wait(
-        self, seen: int, deadline: float, visible: int, refuse: Callable[[Delivery], None]
-    ) -> Delivery | None:
+        self, seen: int, deadline: float, visible: int, refuse: Callable[[ClaimedMessage], None]
+    ) -> ClaimedMessage | None:
         """Wait to be woken, unless ``signals`` is not ``seen`` any more. Return the delivery that it was given, if any.
 
         Cancelled after it was woken, it wakes the next one; cancelled with a delivery, it calls ``refuse``. Raises the error of
@@ -145,7 +145,7 @@ class WaitingReceives:
             receive.event.set()
         return min((receive.deadline for receive in self.line), default=math.inf)
 
-    def give(self, delivery: Delivery, visible: int) -> bool:
+    def give(self, delivery: ClaimedMessage, visible: int) -> bool:
         """Give it to the receive that has waited longest for a lease of that many microseconds; return whether there is one."""
         for receive in self.line:
             if receive.visible == visible:
@@ -471,7 +471,7 @@ class Receiving:
 
     # ------------------------------------------------------------------------------------------------------ receiving
 
-    async def claim(self, limit: int, visibility: float, wait: float) -> list[Delivery]:
+    async def claim(self, limit: int, visibility: float, wait: float) -> list[ClaimedMessage]:
         """Claim what is pending, or comes within ``wait`` seconds."""
         if not wait:
             return await self._claim_once(limit, visibility, waits=False)
@@ -481,7 +481,7 @@ class Receiving:
         self._due_in(self._fallback)
         receives.wanted[visible] = receives.wanted.get(visible, 0) + 1
         woken = False
-        found: list[Delivery] = []
+        found: list[ClaimedMessage] = []
         try:
             while True:
                 seen = receives.signals
@@ -519,14 +519,14 @@ class Receiving:
             if listener.no_longer_wanted(visible):
                 self._list_again()
 
-    async def _claim_once(self, limit: int, visibility: float, *, waits: bool) -> list[Delivery]:
+    async def _claim_once(self, limit: int, visibility: float, *, waits: bool) -> list[ClaimedMessage]:
         while True:
             command = RedisClaim(limit, visibility, waits, self.batches.claimant, bool(self.receives.line))
-            found: list[Delivery] = await self.batcher.call(command)
+            found: list[ClaimedMessage] = await self.batcher.call(command)
             dead_lettered = 0
             for delivery in command.unreadable:
                 with suppress(ReceiptHandleExpiredError):  # it comes again
-                    await self.batcher.call(DeadLetter(delivery, UNREADABLE))
+                    await self.batcher.call(DeadLetterCommand(delivery, UNREADABLE))
                     dead_lettered += 1
             if command.again or (dead_lettered and not found):
                 continue
@@ -547,7 +547,7 @@ class Receiving:
         if type(command) is RedisClaim:
             self._undo_claims(*(command.result or ()), *command.unreadable)
 
-    def _undo_claims(self, *claimed: Delivery) -> None:
+    def _undo_claims(self, *claimed: ClaimedMessage) -> None:
         if claimed:
             self.batcher.post(Unclaim(list(claimed)))
 
@@ -568,7 +568,7 @@ class Receiving:
         details = dict(zip(rest[::2], rest[1::2], strict=True)) if rest else None
         delivery, readable = delivery_of(token, value, details, leased_at)
         if not readable:
-            self.batcher.post(DeadLetter(delivery, UNREADABLE))
+            self.batcher.post(DeadLetterCommand(delivery, UNREADABLE))
         elif self.closed or not self.receives.give(delivery, int(visible)):
             self._undo_claims(delivery)
         self.receives.signals += 1  # this process is off the list: a receive that is about to wait claims once more

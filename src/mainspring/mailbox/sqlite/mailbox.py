@@ -23,11 +23,11 @@ from mainspring.mailbox.mailbox import Mailbox
 from mainspring.mailbox.message import Dead, Nack
 from mainspring.mailbox.settings import NUMBER, Capacity, Options, name_at, with_query
 from mainspring.mailbox.sqlite.connection import DatabaseFile
-from mainspring.mailbox.sqlite.writer import LOOK_AGAIN, Job, Waiters, Writer
+from mainspring.mailbox.sqlite.writer import LOOK_AGAIN, Job, SQLiteWaiters, Writer
 from mainspring.runtime.interval import Periodic
 
 if TYPE_CHECKING:
-    from mainspring.mailbox.message import Delivery, Envelope, Settlement
+    from mainspring.mailbox.message import ClaimedMessage, Envelope, Settlement
     from mainspring.mailbox.settings import MailboxURL
     from mainspring.runtime.scope import DaemonScope
 
@@ -122,7 +122,7 @@ class SQLiteBackend(do.BatchedBackend):
     """A queue in the file at ``path``."""
 
     capabilities = Capabilities(durable=True, cross_process=True, ordered=True, queue_age=True)
-    waiters: Waiters
+    waiters: SQLiteWaiters
 
     def __init__(self, path: str, options: SQLiteOptions) -> None:
         super().__init__(options.name, options.capacity)
@@ -180,7 +180,7 @@ class SQLiteBackend(do.BatchedBackend):
         self._number = opening.result
         self._keep_at = self._now() + TRANSIENT_LIFE / 24 if self.name.startswith(TRANSIENT) else math.inf
         self._sweeper = Periodic(self._sweep)
-        self.waiters = Waiters(self._number, self.sweep_in, self.notifications.cancelled.publish)
+        self.waiters = SQLiteWaiters(self._number, self.sweep_in, self.notifications.cancelled.publish)
         self.notifications.cancelled.on_demand = self._hear_cancelled
         writer.add_waiters(self.waiters)
         scope.start_soon(self._sweeper.run, name=f"mailbox {self.name} due times")
@@ -259,12 +259,12 @@ class SQLiteBackend(do.BatchedBackend):
             self.waiters.mailbox = self._number
             self._writer.add_waiters(self.waiters)
 
-    async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
+    async def settle(self, delivery: ClaimedMessage, settlement: Settlement) -> None:
         command: Command
         if isinstance(settlement, Nack):
-            command = do.Nack(delivery, settlement)
+            command = do.NackCommand(delivery, settlement)
         elif isinstance(settlement, Dead):
-            command = do.DeadLetter(delivery, _writable(settlement))
+            command = do.DeadLetterCommand(delivery, _writable(settlement))
         elif settlement.reply is None:
             command = do.Acknowledge(delivery)
         else:
@@ -272,7 +272,7 @@ class SQLiteBackend(do.BatchedBackend):
             command = do.Reply(delivery, settlement)
         await self._call(command)
 
-    async def checkpoint(self, delivery: Delivery, state: bytes) -> None:
+    async def checkpoint(self, delivery: ClaimedMessage, state: bytes) -> None:
         check_column("a checkpoint", len(state))
         await super().checkpoint(delivery, state)
 

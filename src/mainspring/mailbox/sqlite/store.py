@@ -12,7 +12,7 @@ from mainspring.mailbox import batched as do
 from mainspring.mailbox.backend import TRANSIENT, TRANSIENT_LIFE
 from mainspring.mailbox.codec import headers_of
 from mainspring.mailbox.limits import full
-from mainspring.mailbox.message import UNKNOWN, Cancelled, CancelOutcome, Counts, Dead, Delivery
+from mainspring.mailbox.message import UNKNOWN, Cancelled, CancelOutcome, ClaimedMessage, Counts, Dead
 from mainspring.mailbox.sqlite import schema as sql
 from mainspring.mailbox.sqlite.unit_of_work import Inserts, UnitOfWork, do_what_is_due, enqueue, expire_ready
 
@@ -101,11 +101,11 @@ def find(work: UnitOfWork, commands: list[do.FindDead]) -> None:
         command.result = [_dead_row(row) for row in work.rows(sql.DEAD_BY_ID, values)]
 
 
-def _dead_row(row: tuple[Any, ...]) -> tuple[Delivery, Dead, float]:
+def _dead_row(row: tuple[Any, ...]) -> tuple[ClaimedMessage, Dead, float]:
     name, body, deliveries, attempts, enqueued_at, first, reply_to, headers, checkpoint, history, *why, dead_at = row
     known = {} if headers is None else headers_of(headers) or {}
     first = first or 0.0
-    delivery = Delivery(
+    delivery = ClaimedMessage(
         name, body, "", deliveries, attempts, enqueued_at, first, reply_to, known, checkpoint, None, history
     )
     return delivery, Dead(*why), dead_at
@@ -240,7 +240,7 @@ def _claim(work: UnitOfWork, commands: list[do.Claim]) -> None:
                 work.empty.add(mailbox)
 
 
-def _lease(work: UnitOfWork, mailbox: int, limit: int, visibility: float) -> tuple[list[Delivery], int]:
+def _lease(work: UnitOfWork, mailbox: int, limit: int, visibility: float) -> tuple[list[ClaimedMessage], int]:
     """Lease what comes first; and how many more were buried in its place, as they cannot be read."""
     wall = work.wall
     rows = work.rows(sql.FIRST_READY, (mailbox, limit))
@@ -277,7 +277,7 @@ def _lease(work: UnitOfWork, mailbox: int, limit: int, visibility: float) -> tup
             unreadable.append((lease, seq))
             continue
         since = wall if first is None else first
-        delivery = Delivery(
+        delivery = ClaimedMessage(
             name, body, str(lease), ended + 1, charged + 1, enqueued_at, since, reply_to, known, kept[0], None, kept[1]
         )
         deliveries.append(delivery)
@@ -355,7 +355,7 @@ def _reply(work: UnitOfWork, reply: Envelope) -> None:
         batch.write()
 
 
-def _nack(work: UnitOfWork, commands: list[do.Nack]) -> None:
+def _nack(work: UnitOfWork, commands: list[do.NackCommand]) -> None:
     for command in commands:
         held = _take(work, command.mailbox, command.delivery, command)
         if held is None:
@@ -371,7 +371,7 @@ def _nack(work: UnitOfWork, commands: list[do.Nack]) -> None:
         enqueue(work, command.mailbox, seq, rank, pos, how.delay, expires_at)
 
 
-def _dead_letter(work: UnitOfWork, commands: list[do.DeadLetter]) -> None:
+def _dead_letter(work: UnitOfWork, commands: list[do.DeadLetterCommand]) -> None:
     for command in commands:
         held = _take(work, command.mailbox, command.delivery, command)
         if held is not None:
@@ -380,7 +380,7 @@ def _dead_letter(work: UnitOfWork, commands: list[do.DeadLetter]) -> None:
                 _reply(work, command.dead.reply)
 
 
-def _take(work: UnitOfWork, mailbox: int, delivery: Delivery, command: Command) -> tuple[Any, ...] | None:
+def _take(work: UnitOfWork, mailbox: int, delivery: ClaimedMessage, command: Command) -> tuple[Any, ...] | None:
     """End a lease that is held, else give ``command`` its error."""
     lease = delivery.receipt_handle
     for row in work.rows(sql.HELD, (int(lease), mailbox, work.boot)):
@@ -408,7 +408,7 @@ def _save_checkpoint(work: UnitOfWork, commands: list[do.Checkpoint]) -> None:
             command.error = _expired(command.delivery)
 
 
-def _expired(delivery: Delivery) -> ReceiptHandleExpiredError:
+def _expired(delivery: ClaimedMessage) -> ReceiptHandleExpiredError:
     return ReceiptHandleExpiredError(
         f"message {delivery.message_id}: the lease of delivery {delivery.delivery_count} has run out, or it was settled"
     )
@@ -452,8 +452,8 @@ _IN_ORDER: tuple[tuple[type, Callable[[UnitOfWork, Any], None]], ...] = (
     (do.Unclaim, _unclaim),
     (do.Acknowledge, _acknowledge),
     (do.Reply, _acknowledge_and_reply),
-    (do.Nack, _nack),
-    (do.DeadLetter, _dead_letter),
+    (do.NackCommand, _nack),
+    (do.DeadLetterCommand, _dead_letter),
     (do.Extend, _extend),
     (do.Checkpoint, _save_checkpoint),
     (do.Cancel, cancel),

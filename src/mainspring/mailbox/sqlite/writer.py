@@ -31,7 +31,7 @@ class Look(Command):
     __slots__ = ()
 
 
-class Waiters(batched.Waiters):
+class SQLiteWaiters(batched.Waiters):
     """The receives of one mailbox object that wait, as the store's threads see them.
 
     ``signals`` is raised by those threads; ``cancelled`` is called with the ids of messages that were cancelled, also while
@@ -85,7 +85,7 @@ class Writer:
         self._notifier = Notifier(path)
         self._inbox: SimpleQueue[Job] = SimpleQueue()
         self._lock = threading.Lock()
-        self._waiters: dict[int, list[Waiters]] = {}
+        self._waiters: dict[int, list[SQLiteWaiters]] = {}
         self._users = 0
         self._running = False
         self._watcher: threading.Thread | None = None
@@ -135,12 +135,12 @@ class Writer:
         self.check_process()
         self._inbox.put(job)
 
-    def add_waiters(self, waiters: Waiters) -> None:
+    def add_waiters(self, waiters: SQLiteWaiters) -> None:
         """Tell them from now on when there may be something to claim."""
         with self._lock:
             self._waiters.setdefault(waiters.mailbox, []).append(waiters)
 
-    def remove_waiters(self, waiters: Waiters) -> None:
+    def remove_waiters(self, waiters: SQLiteWaiters) -> None:
         """Tell them nothing more."""
         with self._lock:
             group = self._waiters.get(waiters.mailbox, [])
@@ -149,7 +149,7 @@ class Writer:
             if not group:
                 self._waiters.pop(waiters.mailbox, None)
 
-    def listen(self, waiters: Waiters, wanted: bool) -> None:
+    def listen(self, waiters: SQLiteWaiters, wanted: bool) -> None:
         """Set whether ``waiters`` hear of cancelled messages at once also while none of their receives waits."""
         with self._lock:
             waiters.listens = wanted
@@ -312,5 +312,5 @@ class Writer:
             if waiters.parked:
                 process.call_soon(waiters.loop, waiters.wake_all)
 
-    def _everybody(self) -> list[Waiters]:
+    def _everybody(self) -> list[SQLiteWaiters]:
         return [waiters for group in self._waiters.values() for waiters in group]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import anyio
 
 from mainspring.errors import MessageSettledError, ReceiptHandleExpiredError
-from mainspring.mailbox.message import ACK, CancelOutcome, Delivery
+from mainspring.mailbox.message import ACK, CancelOutcome, ClaimedMessage
 from mainspring.testing.mailbox_contract.harness import (
     AnyMailbox,
     Behaviour,
@@ -94,7 +94,7 @@ async def a_foreign_receipt_handle_is_refused_by_itself(h: Harness, box: AnyMail
     """A receipt handle of no mailbox raises ReceiptHandleExpiredError; acknowledge_many() names it and does the others."""
     await box.send_many(["a", "b"])
     a, b = await h.all(box)
-    foreign = [Delivery(a.id, a.body, handle, 1, 1, 0.0, 0.0) for handle in FOREIGN]
+    foreign = [ClaimedMessage(a.id, a.body, handle, 1, 1, 0.0, 0.0) for handle in FOREIGN]
     for delivery in foreign:
         with raises(ReceiptHandleExpiredError, f"an acknowledgement by {delivery.receipt_handle!r}"):
             await box.backend.settle(delivery, ACK)

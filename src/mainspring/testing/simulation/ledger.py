@@ -16,7 +16,7 @@ from mainspring.mailbox.message import Ack, Dead, Nack
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from mainspring.mailbox.message import Counts, Delivery, Settlement
+    from mainspring.mailbox.message import ClaimedMessage, Counts, Settlement
     from mainspring.testing.simulation.event_log import EventLog
 
 TOLERANCE = 6.0
@@ -139,7 +139,7 @@ class Ledger:
             self.accounts[message_id] = Account(label, ready_at=now + delay, undecodable=undecodable)
             self._log.add(lane, "sent", label)
 
-    def claimed(self, worker: str, deliveries: Iterable[Delivery], lease: float) -> None:
+    def claimed(self, worker: str, deliveries: Iterable[ClaimedMessage], lease: float) -> None:
         """Record that the store leased messages to ``worker`` for ``lease`` seconds from now."""
         now = self._now()
         for delivery in deliveries:
@@ -154,7 +154,7 @@ class Ledger:
             self.last_progress = now
             self._log.add(worker, "claimed", account.label, f"attempt {delivery.attempt}")
 
-    def _check_claim(self, account: Account, worker: str, delivery: Delivery, now: float) -> None:
+    def _check_claim(self, account: Account, worker: str, delivery: ClaimedMessage, now: float) -> None:
         label = account.label
         if account.state in (MessageState.SETTLED, MessageState.DEAD):
             self.fail("settled once", f"{worker} was given a message that is {account.state} already", label)
@@ -176,21 +176,21 @@ class Ledger:
             if not run.ended and run.worker != worker and not run.stubborn:
                 self._overlaps[delivery.message_id, receipt] = (account, run, max(now, run.excused_at))
 
-    def extended(self, worker: str, delivery: Delivery, timeout: float) -> None:
+    def extended(self, worker: str, delivery: ClaimedMessage, timeout: float) -> None:
         """Record that the store extended a lease."""
         account = self._holding(worker, delivery, "extend")
         if account is not None:
             account.lease_until = max(account.lease_until, self._now() + timeout)
             self._log.add(worker, "renewed", account.label)
 
-    def refused(self, worker: str, delivery: Delivery, what: str) -> None:
+    def refused(self, worker: str, delivery: ClaimedMessage, what: str) -> None:
         """Record that the store refused a receipt handle."""
         account = self.accounts[delivery.message_id]
         if self._holds(account, delivery, -ROUNDING):
             self.fail("lease kept", f"{worker}: {what} was refused although it holds the lease", account.label)
         self._log.add(worker, f"{what} refused", account.label)
 
-    def settled(self, worker: str, delivery: Delivery, settlement: Settlement) -> None:
+    def settled(self, worker: str, delivery: ClaimedMessage, settlement: Settlement) -> None:
         """Record that the store settled a delivery."""
         what = type(settlement).__name__.lower()
         account = self._holding(worker, delivery, what)
@@ -248,14 +248,14 @@ class Ledger:
         for message_id in message_ids:
             self.accounts[message_id].state = MessageState.SETTLED
 
-    def _holds(self, account: Account, delivery: Delivery, margin: float) -> bool:
+    def _holds(self, account: Account, delivery: ClaimedMessage, margin: float) -> bool:
         return (
             account.state is MessageState.LEASED
             and account.receipt == delivery.receipt_handle
             and self._now() < account.lease_until + margin
         )
 
-    def _holding(self, worker: str, delivery: Delivery, what: str) -> Account | None:
+    def _holding(self, worker: str, delivery: ClaimedMessage, what: str) -> Account | None:
         account = self.accounts[delivery.message_id]
         if self._holds(account, delivery, ROUNDING):
             return account
@@ -299,7 +299,7 @@ class Ledger:
             told = f"{run.worker} had acknowledged it before its handler {how}: the work is lost"
             self.fail("work done", told, account.label)
 
-    def unanswered(self, delivery: Delivery) -> None:
+    def unanswered(self, delivery: ClaimedMessage) -> None:
         """Record that the settling worker got no answer. A handler that then ends has not acknowledged too early."""
         account = self.accounts.get(delivery.message_id)
         if account is not None and account.early is account.runs.get(delivery.receipt_handle):

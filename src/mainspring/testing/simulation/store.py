@@ -18,7 +18,7 @@ import trio
 from mainspring.errors import MailboxConnectionError, ReceiptHandleExpiredError
 from mainspring.mailbox.backend import Backend, Capabilities
 from mainspring.mailbox.limits import CLOSE_TIMEOUT
-from mainspring.mailbox.message import ACK, Delivery
+from mainspring.mailbox.message import ACK, ClaimedMessage
 from mainspring.testing.simulation.workload import fits
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from mainspring.testing.simulation.ledger import Ledger
 
 
-_VALUES = attrgetter(*(part.name for part in fields(Delivery)))
+_VALUES = attrgetter(*(part.name for part in fields(ClaimedMessage)))
 
 
 class SimulatedStore:
@@ -55,13 +55,13 @@ class SimulatedStore:
         self.ledger.accepted(lane, ids, [envelope.delay for envelope in envelopes], undecodable=broken)
         return ids
 
-    async def claim(self, lane: str, most: int, visibility: float, wait: float) -> list[Delivery]:
+    async def claim(self, lane: str, most: int, visibility: float, wait: float) -> list[ClaimedMessage]:
         """Lease messages. Return copies, because a client of a real store never shares objects with it."""
         deliveries = await self.backend.claim(most, visibility, wait)
         self.ledger.claimed(lane, deliveries, visibility)
         return [_copy(delivery) for delivery in deliveries]
 
-    async def settle(self, lane: str, delivery: Delivery, settlement: Settlement) -> None:
+    async def settle(self, lane: str, delivery: ClaimedMessage, settlement: Settlement) -> None:
         """Settle a delivery."""
         try:
             await self.backend.settle(delivery, settlement)
@@ -70,7 +70,7 @@ class SimulatedStore:
             raise
         self.ledger.settled(lane, delivery, settlement)
 
-    async def acknowledge(self, lane: str, deliveries: list[Delivery]) -> dict[int, Exception]:
+    async def acknowledge(self, lane: str, deliveries: list[ClaimedMessage]) -> dict[int, Exception]:
         """Acknowledge several deliveries in one call. Return the errors of refused deliveries, by index."""
         refused = await self.backend.acknowledge_many(deliveries)
         for number, delivery in enumerate(deliveries):
@@ -80,7 +80,7 @@ class SimulatedStore:
                 self.ledger.settled(lane, delivery, ACK)
         return refused
 
-    async def extend(self, lane: str, delivery: Delivery, timeout: float) -> None:
+    async def extend(self, lane: str, delivery: ClaimedMessage, timeout: float) -> None:
         """Extend a lease."""
         try:
             await self.backend.extend(delivery, timeout)
@@ -89,7 +89,7 @@ class SimulatedStore:
             raise
         self.ledger.extended(lane, delivery, timeout)
 
-    async def save_checkpoint(self, lane: str, delivery: Delivery, state: bytes) -> None:
+    async def save_checkpoint(self, lane: str, delivery: ClaimedMessage, state: bytes) -> None:
         """Save a checkpoint."""
         try:
             await self.backend.checkpoint(delivery, state)
@@ -162,7 +162,7 @@ class WaitingClaim:
         self.most = most
         self.visibility = visibility
         self.until = until
-        self.answer: list[Delivery] | None = None
+        self.answer: list[ClaimedMessage] | None = None
         self.answered = trio.Event()
         self.withdrawn = False
 
@@ -218,7 +218,7 @@ class ClaimSession:
                 self._woken = trio.Event()
                 await self._woken.wait()
                 continue
-            claimed: list[Delivery] = []
+            claimed: list[ClaimedMessage] = []
             if not claim.withdrawn:
                 with trio.CancelScope() as self._scope:
                     wait = max(0.0, claim.until - trio.current_time())
@@ -226,13 +226,13 @@ class ClaimSession:
                 self._scope = None
             self._answer(claim, claimed)
 
-    def _answer(self, claim: WaitingClaim, claimed: list[Delivery]) -> None:
+    def _answer(self, claim: WaitingClaim, claimed: list[ClaimedMessage]) -> None:
         claim.answer = claimed
         claim.answered.set()
 
 
-def _copy(delivery: Delivery) -> Delivery:
-    return Delivery(*_VALUES(delivery))
+def _copy(delivery: ClaimedMessage) -> ClaimedMessage:
+    return ClaimedMessage(*_VALUES(delivery))
 
 
 V = TypeVar("V")
@@ -343,7 +343,7 @@ class SimulatedBackend(Backend):
         return answer
 
     @contextmanager
-    def _settling(self, *deliveries: Delivery) -> Iterator[None]:
+    def _settling(self, *deliveries: ClaimedMessage) -> Iterator[None]:
         """Report to the ledger if the call that settles ``deliveries`` gets no answer."""
         try:
             yield
@@ -401,7 +401,9 @@ class SimulatedBackend(Backend):
 
     # --------------------------------------------------------------------------------------------------------- claims
 
-    async def claim(self, max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> list[Delivery]:
+    async def claim(
+        self, max_messages: int, visibility_timeout: float, wait_time_seconds: float
+    ) -> list[ClaimedMessage]:
         late = await self._request("claim", None)
         claimed = await self.store.claim(self.lane, max_messages, visibility_timeout, 0.0)
         if not claimed and wait_time_seconds > 0:
@@ -419,7 +421,7 @@ class SimulatedBackend(Backend):
             raise MailboxConnectionError("claim: the answer did not come in time")
         return claimed
 
-    async def _wait_for_claim(self, claim: WaitingClaim) -> list[Delivery]:
+    async def _wait_for_claim(self, claim: WaitingClaim) -> list[ClaimedMessage]:
         session = self._sessions.pop() if self._sessions else self.store.open_session(self.lane)
         session.wait_for(claim)
         with trio.CancelScope() as broken:
@@ -454,12 +456,12 @@ class SimulatedBackend(Backend):
     async def send(self, envelopes: list[Envelope]) -> list[str]:
         return await self._call("send", self.store.put, self.lane, envelopes)
 
-    async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
+    async def settle(self, delivery: ClaimedMessage, settlement: Settlement) -> None:
         with self._settling(delivery):
             what = type(settlement).__name__.lower()
             await self._call(what, self.store.settle, self.lane, delivery, settlement)
 
-    async def acknowledge_many(self, deliveries: list[Delivery]) -> dict[int, Exception]:
+    async def acknowledge_many(self, deliveries: list[ClaimedMessage]) -> dict[int, Exception]:
         """Acknowledge in one call or in concurrent single calls: backends do either. The connection may break between those."""
         if self._rng.random() < 0.5:
             breaks = self.slow_call > 0 and self._rng.random() < self.slow_call
@@ -469,11 +471,11 @@ class SimulatedBackend(Backend):
         with self._settling(*deliveries):
             return await self._call("joint ack", self.store.acknowledge, self.lane, deliveries)
 
-    async def _acknowledge_each(self, deliveries: list[Delivery], whole: int) -> dict[int, Exception]:
+    async def _acknowledge_each(self, deliveries: list[ClaimedMessage], whole: int) -> dict[int, Exception]:
         """Acknowledge each delivery in a call of its own. The connection breaks during all calls but the first ``whole``."""
         refused: dict[int, Exception] = {}
 
-        async def acknowledge(number: int, delivery: Delivery) -> None:
+        async def acknowledge(number: int, delivery: ClaimedMessage) -> None:
             try:
                 if number < whole:
                     await self.settle(delivery, ACK)
@@ -487,7 +489,7 @@ class SimulatedBackend(Backend):
                 nursery.start_soon(acknowledge, number, delivery)
         return refused
 
-    async def _break_ack(self, delivery: Delivery) -> None:
+    async def _break_ack(self, delivery: ClaimedMessage) -> None:
         """Break the connection during an acknowledgement, which may or may not have taken effect, and raise."""
         self.store.ledger.unanswered(delivery)
         await self._request("joint ack", None)
@@ -499,17 +501,17 @@ class SimulatedBackend(Backend):
             self.store.log.add(self.lane, "joint ack failed", detail="the connection broke")
         raise MailboxConnectionError("joint ack: the connection broke before the answer came")
 
-    async def extend(self, delivery: Delivery, timeout: float) -> None:
+    async def extend(self, delivery: ClaimedMessage, timeout: float) -> None:
         await self._call("renewal", self.store.extend, self.lane, delivery, timeout)
 
-    async def checkpoint(self, delivery: Delivery, state: bytes) -> None:
+    async def checkpoint(self, delivery: ClaimedMessage, state: bytes) -> None:
         await self._call("checkpoint", self.store.save_checkpoint, self.lane, delivery, state)
 
     # Read-only calls need no entry in the ledger, so they call the store's mailbox directly.
     async def counts(self) -> Counts:
         return await self._call("counts", self.store.backend.counts)
 
-    async def dead_letters(self, limit: int, after: str | None) -> list[tuple[Delivery, Dead, float]]:
+    async def dead_letters(self, limit: int, after: str | None) -> list[tuple[ClaimedMessage, Dead, float]]:
         return await self._call("dead letters", self.store.backend.dead_letters, limit, after)
 
     async def purge(self) -> int:
