@@ -80,40 +80,28 @@ class Phase(IntEnum):
 class Delivery:
     """A delivery with its lease and its signs of life. The watchdog sees it as one of its subjects."""
 
-    __slots__ = (
-        "_beaten_elsewhere",
-        "_clock",
-        "_due",
-        "_due_at",
-        "_heartbeat",
-        "_left",
-        "_timeout_at",
-        "cause",
-        "clocks",
-        "coroutine",
-        "deadline",
-        "decision",
-        "due",
-        "error",
-        "last_beat",
-        "lost",
-        "message",
-        "name",
-        "phase",
-        "progress_made",
-        "renew_at",
-        "renewed_at",
-        "revoked",
-        "scope",
-        "settling_since",
-        "shutting_down",
-        "started",
-        "thread_id",
-        "trusted_until",
-        "waits",
-    )
-
+    phase = Phase.WAITING
+    cause: Cause | None = None
+    """Why the engine cancelled its handler."""
+    error: BaseException | None = None
+    decision: Decision | None = None
+    settling_since = 0.0
+    scope: anyio.CancelScope | None = None
+    coroutine: Any = None
+    thread_id: int | None = None
+    deadline: float | None = None
+    due: Deadline | None = None
+    lost = False
+    revoked = False
+    waits = False
+    """Whether it waits for a worker of its pool: its handler has not begun."""
+    progress_made: tuple[float, float | None] | None = None
     clocks: Clocks
+    _beaten_elsewhere = False
+    _timeout_at = math.inf
+    _due: Deadline | None = None
+    _due_at = math.inf
+    _left = math.inf
 
     def __init__(
         self,
@@ -126,33 +114,15 @@ class Delivery:
         message: Message[Any, Any],
     ) -> None:
         leased_at = message.delivery.leased_at
-        self.renewed_at = now if leased_at is None else leased_at
-        self.trusted_until = self.renewed_at + lease_seconds
         self.name = name
         self.message = message
         self.shutting_down = shutting_down
-        self.phase = Phase.WAITING
-        self.cause: Cause | None = None
-        self.error: BaseException | None = None
-        self.decision: Decision | None = None
-        self.settling_since = 0.0
-        self.scope: anyio.CancelScope | None = None
-        self.coroutine: Any = None
-        self.thread_id: int | None = None
-        self.deadline: float | None = None
-        self.due: Deadline | None = None
-        self.lost = False
-        self.revoked = False
-        self.started = now
-        self.last_beat = now
+        self.renewed_at = now if leased_at is None else leased_at
+        self.trusted_until = self.renewed_at + lease_seconds
         self.renew_at = math.inf
-        self.progress_made: tuple[float, float | None] | None = None
+        self.started = self.last_beat = now
         self._clock = clock
         self._heartbeat = heartbeat
-        self._beaten_elsewhere = False
-        self._timeout_at = math.inf
-        self.waits = False
-        """Whether it waits for a worker of its pool: its handler has not begun."""
 
     # ------------------------------------------------------------------------------------------------ signs of life
 

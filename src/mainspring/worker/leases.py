@@ -83,7 +83,8 @@ class LeaseKeeper:
         oldest = math.inf
         for delivery in deliveries:
             delivery.renew_at = delivery.renewed_at + until_due
-            oldest = min(oldest, delivery.renewed_at)
+            if delivery.renewed_at < oldest:
+                oldest = delivery.renewed_at
         if oldest + self._first < self._timer.due:
             self._timer.wake_by(oldest + self._first)
 

@@ -370,7 +370,7 @@ class Worker:
         A delivery that could not be settled stays in ``slot``.
         """
         native_cancels = slot.native_cancels
-        delivery = slot.delivery = await self._next_delivery(scope, busy=False)
+        delivery = slot.delivery = await self._next_delivery(scope)
         while delivery is not None:
             delivery.scope = scope
             decision = await self._handler_runs.make(delivery, scope) if self.admission.open else RELEASED
@@ -395,33 +395,34 @@ class Worker:
                     return
             decision = DONE  # an error's traceback holds all that the handler has made
             delivery = slot.delivery = None
-            delivery = slot.delivery = await self._next_delivery(scope, busy=True)
+            if self._backlog:
+                # It goes on before it acknowledges, so that acknowledgements join. If its handler waits, the slot that it has
+                # woken acknowledges them; it wakes none while another is waking, so that one serves alone where none waits.
+                delivery = slot.delivery = self._backlog.popleft()
+                if not self._waking and (self._backlog or self._completion.done):
+                    self._wake_slot()
+            else:
+                delivery = slot.delivery = await self._next_delivery(scope)
 
-    async def _next_delivery(self, scope: anyio.CancelScope, *, busy: bool) -> Delivery | None:
-        """Return the next delivery for a slot, or None at the end or if ``scope`` is used up.
+    async def _next_delivery(self, scope: anyio.CancelScope) -> Delivery | None:
+        """Return the next delivery for an idle slot, or None at the end or if ``scope`` is used up.
 
-        An idle slot wakes up to two others, so that the backlog fans out where handlers wait. A ``busy`` slot, which has just
-        handled a delivery, wakes one only if no other is waking, so that one slot serves alone where handlers never wait. It
-        goes on before it acknowledges, so that acknowledgements join; if its handler waits, the slot that it woke
-        acknowledges them.
+        It wakes up to two other idle slots, so that the backlog fans out where handlers wait.
         """
         while True:
-            if not (busy and self._backlog):
-                if self._completion.done:
-                    await self._acknowledge(scope)
-                else:
-                    self._turn_ends = self._real_clock() + TURN
-                if scope.cancel_called:  # no handler may begin in it
-                    return None
+            if self._completion.done:
+                await self._acknowledge(scope)
+            else:
+                self._turn_ends = self._real_clock() + TURN
+            if scope.cancel_called:  # no handler may begin in it
+                return None
             if self._backlog:
                 delivery = self._backlog.popleft()
-                if not (busy and self._waking):
-                    for _ in range(min(1 if busy else 2, len(self._backlog) + bool(self._completion.done))):
-                        self._wake_slot()
+                for _ in range(min(2, len(self._backlog) + bool(self._completion.done))):
+                    self._wake_slot()
                 return delivery
             if self._ending:
                 return None
-            busy = False
             event = anyio.Event()
             self._idle.append(event)
             try:
