@@ -78,8 +78,8 @@ if TYPE_CHECKING:
     from mainspring.policies import RetryPolicy as RetryPolicy
     from mainspring.runtime.deadline import Deadline as Deadline
     from mainspring.runtime.heartbeat import Heartbeat as Heartbeat
-    from mainspring.runtime.report import ShutdownReport as ShutdownReport
     from mainspring.runtime.scope import DaemonScope as DaemonScope
+    from mainspring.runtime.shutdown_report import ShutdownReport as ShutdownReport
     from mainspring.runtime.signals import ShutdownCoordinator as ShutdownCoordinator
     from mainspring.state.budget import Budget as Budget
     from mainspring.state.budget import BudgetTracker as BudgetTracker
@@ -149,7 +149,7 @@ _HOMES = {
     "state.overrides": ("OverrideVersion", "Overrides"),
     "policies": ("DeadLetterPolicy", "LeasePolicy", "RestartPolicy", "RetryPolicy"),
     "threads.loop_thread": ("LoopThread",),
-    "runtime.report": ("ShutdownReport",),
+    "runtime.shutdown_report": ("ShutdownReport",),
     "runtime.scope": ("DaemonScope",),
     "state.session.session": ("Session",),
     "state.session.snapshot": ("Snapshot",),

@@ -11,7 +11,7 @@ from group_support import Foreign, box, one_loop_group, running
 
 from mainspring import ConfigError, LoopGroup, MainLoop, ShutdownReport
 from mainspring.events import CalibrationWarning, MessageFinished
-from mainspring.runtime.report import Ending, PartReport
+from mainspring.runtime.shutdown_report import Ending, PartReport
 
 
 async def quick(body: dict) -> None:

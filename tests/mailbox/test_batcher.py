@@ -309,7 +309,7 @@ async def test_close_finishes_what_is_queued_and_takes_nothing_new(store):
 
 class Ask(Add):
     __slots__ = ()
-    asks_only = True
+    droppable = True
 
 
 @pytest.mark.parametrize(
@@ -441,7 +441,7 @@ async def test_the_caller_who_is_first_goes_on_before_the_others(store, anyio_ba
     went_on: list[int] = []
 
     class Urgent(Add):
-        first = True
+        wakes_first = True
 
     async def caller(number: int, kind: type[Add]) -> None:
         await store.batcher.call(kind(number))
@@ -463,9 +463,9 @@ def test_claims_are_first_on_every_backend_that_batches():
     from mainspring.mailbox.redis.commands import RedisClaim
 
     for claim in (batched.Claim, RedisClaim):
-        assert claim.first
+        assert claim.wakes_first
     for acknowledge in (batched.Acknowledge, batched.AcknowledgeMany):
-        assert not acknowledge.first
+        assert not acknowledge.wakes_first
 
 
 async def test_what_has_taken_place_keeps_its_result_where_the_rest_of_its_batch_fails(anyio_backend):

@@ -31,7 +31,7 @@ class Queue:
             return [self.messages.pop(0)] if self.messages else []
 
         until = anyio.current_time() + wait
-        found = await self.waiters.first(look, until)
+        found = await self.waiters.claim_or_wait(look, until)
         self.got[name] = (*found, anyio.current_time())
 
 
@@ -142,7 +142,7 @@ def test_one_to_whom_a_turn_is_passed_for_nothing_waits_on() -> None:
         queue = Queue()
         async with parked(queue, "one"):
             await anyio.sleep(1)
-            queue.waiters.forsake()
+            queue.waiters.pass_turn_on()
             await anyio.sleep(1)
             assert queue.waiters.parked == 1
             queue.send("a")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mainspring import ShutdownReport
-from mainspring.runtime.report import Ending, PartReport
+from mainspring.runtime.shutdown_report import Ending, PartReport
 
 FINE = PartReport("jobs", Ending.FINISHED, 0.5)
 

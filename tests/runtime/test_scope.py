@@ -16,8 +16,8 @@ import pytest
 
 from mainspring import DaemonScope
 from mainspring.errors import ConfigError, InvalidParameterError, TaskExitError
-from mainspring.runtime.report import Ending
 from mainspring.runtime.scope import lone_error
+from mainspring.runtime.shutdown_report import Ending
 
 if TYPE_CHECKING:
     from anyio.abc import TaskStatus

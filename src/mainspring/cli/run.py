@@ -25,7 +25,7 @@ from mainspring.telemetry import logs
 
 if TYPE_CHECKING:
     from mainspring.group.group import LoopGroup
-    from mainspring.runtime.report import ShutdownReport
+    from mainspring.runtime.shutdown_report import ShutdownReport
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from mainspring.group.calibration import Timeouts
     from mainspring.mailbox.mailbox import Mailbox
     from mainspring.policies import RestartPolicy
-    from mainspring.runtime.report import ShutdownReport
+    from mainspring.runtime.shutdown_report import ShutdownReport
     from mainspring.telemetry.status import GroupStatus
     from mainspring.threads.loop_thread import LoopThread
     from mainspring.threads.ticket import TicketWriter

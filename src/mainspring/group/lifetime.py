@@ -31,8 +31,8 @@ from mainspring.group.thread_leaks import ThreadLeaks
 from mainspring.group.until_empty import UntilEmpty
 from mainspring.mailbox.mailbox import Mailbox
 from mainspring.mailbox.ownership import open_in
-from mainspring.runtime.report import EXIT_BY_SIGNAL, EXIT_CANCELLED, Ending, PartReport, ShutdownReport
 from mainspring.runtime.scope import DaemonScope
+from mainspring.runtime.shutdown_report import EXIT_BY_SIGNAL, EXIT_CANCELLED, Ending, PartReport, ShutdownReport
 from mainspring.runtime.signals import ShutdownCoordinator
 from mainspring.threads.entry import AnywhereEvent, Entry
 from mainspring.watchdog.block_watch import BlockWatch

@@ -13,8 +13,8 @@ from mainspring.core import random
 from mainspring.core.state_machine import SERVICE, ServiceState, StateMachine, Transition
 from mainspring.errors import ConfigError, TaskExitError
 from mainspring.events import Dispatcher, LoopCrashed, LoopStateChanged, ReceiveFailed, ReceiveRecovered
-from mainspring.runtime.report import Ending, PartReport
 from mainspring.runtime.scope import lone_error
+from mainspring.runtime.shutdown_report import Ending, PartReport
 from mainspring.worker.actor import LoopActor
 from mainspring.worker.adapter import LoopAdapter
 from mainspring.worker.control import DrainRequest, ShutdownRequest

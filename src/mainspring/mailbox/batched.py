@@ -48,10 +48,10 @@ class Command:
 
     ``done``: it has taken place, though the batch is not over yet; what goes wrong with the rest of it is not its error.
 
-    ``first``: its caller goes on before the others of its batch, where the event loop keeps order. So slots
-    whose settlements were in the batch find the messages of its claim.
+    ``wakes_first``: its caller is woken before the others of its batch, where the event loop keeps order. A claim needs this:
+    slots whose acknowledgements were in the batch then find its messages in the backlog.
 
-    ``asks_only``: nothing is lost where it is not done.
+    ``droppable``: nothing is lost if a close drops it.
 
     ``joins``: another command is likely to follow in the same turn of the event loop, as a claim follows an acknowledgement.
     So its caller does not execute it, and both travel together.
@@ -59,8 +59,8 @@ class Command:
     ``mailbox``: its number on a store that numbers its mailboxes; the backend sets it. ``forsaken``: its caller was cancelled.
     """
 
-    first: ClassVar[bool] = False
-    asks_only: ClassVar[bool] = False
+    wakes_first: ClassVar[bool] = False
+    droppable: ClassVar[bool] = False
     joins: ClassVar[bool] = False
     result: Any = field(default=None, init=False)
     error: Exception | None = field(default=None, init=False)
@@ -88,7 +88,7 @@ class Send(Command):
 class Claim(Command):
     """Lease what is there; results in deliveries. ``waits`` says that an empty result will be waited on."""
 
-    first: ClassVar[bool] = True
+    wakes_first: ClassVar[bool] = True
     limit: int
     visibility: float
     waits: bool
@@ -168,7 +168,7 @@ class Cancel(Command):
 class Sweep(Command):
     """Do what is due, for those who wait."""
 
-    asks_only: ClassVar[bool] = True
+    droppable: ClassVar[bool] = True
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -310,7 +310,7 @@ class Batcher(Generic[C]):
             if batch.done is None:
                 batch.done = anyio.Event()
             over = batch.done
-            if command.first:
+            if command.wakes_first:
                 batch.first = over = batch.first or anyio.Event()
             self._wake.set()
             self._callers += 1
@@ -362,8 +362,9 @@ class Batcher(Generic[C]):
         """Execute batch after batch until :meth:`stop` or :meth:`close`.
 
         The runner outlives a cancellation of the scope it is in: those who clean up under a shield still need it. Its end
-        is a close, which every mailbox reaches on its way out, and which has a deadline. It outlives one of asyncio's own as
-        well, of its task or of what ``execute`` waits for; the commands that were out then fail as with a lost connection.
+        is a close, which every mailbox reaches on its way out, and which has a deadline. A bare
+        ``task.cancel()`` of asyncio, on its task or on what ``execute`` awaits, does not end it either; the commands that were
+        out then fail as with a lost connection.
         """
         cancels_of_task = native_cancels()
         try:
@@ -394,7 +395,7 @@ class Batcher(Generic[C]):
         if not self._closing:
             self._closing = True
             left = [*self._next.commands, *(() if self._out is None else self._out.commands)]
-            owed = any(not (command.forsaken or command.asks_only) for command in left)
+            owed = any(not (command.forsaken or command.droppable) for command in left)
             self._shield.deadline = anyio.current_time() + (CLOSE_TIMEOUT if owed else COURTESY)
         self._wake.set()
 
@@ -407,8 +408,9 @@ class Batcher(Generic[C]):
                 await self._resume()
             elif self._state is _State.IDLE and self._next.commands:
                 # Callers that the same turn of the event loop set going come along; a lone command leaves after one turn.
-                joined = int(self._callers == 1)  # no other caller could come along
-                while joined < (joined := len(self._next.commands)):
+                before = int(self._callers == 1)  # no other caller could come along
+                while len(self._next.commands) > before:
+                    before = len(self._next.commands)
                     await anyio.lowlevel.checkpoint()
                 batch, self._next = self._next, _Batch()
                 if batch.forsaken:
@@ -436,7 +438,7 @@ class Batcher(Generic[C]):
         """Take back what was done for callers that are gone, and let the others go on. ``error`` is for what is not done."""
         self._state, self._out = _State.IDLE, None
         if error is not None:
-            _refuse(batch.commands, error)
+            _fail_pending(batch.commands, error)
         if batch.forsaken and self._undo is not None:
             for command in batch.commands:
                 if command.forsaken and command.error is None:
@@ -447,8 +449,8 @@ class Batcher(Generic[C]):
             batch.done.set()
 
 
-def _refuse(commands: Iterable[Command], error: Exception) -> None:
-    """Give each command without a result its own copy."""
+def _fail_pending(commands: Iterable[Command], error: Exception) -> None:
+    """Set a copy of ``error`` on each command that has neither failed nor taken place."""
     for command in commands:
         if command.error is None and not command.done:
             command.error = copied(error)
@@ -480,8 +482,10 @@ class Waiters:
         """How many wait to be woken; may be read from any thread."""
         return len(self._line)
 
-    async def first(self, look: Callable[[], Awaitable[list[ClaimedMessage]]], deadline: float) -> list[ClaimedMessage]:
-        """What ``look`` finds, now or when woken until ``deadline``; nothing once the line is closed.
+    async def claim_or_wait(
+        self, look: Callable[[], Awaitable[list[ClaimedMessage]]], deadline: float
+    ) -> list[ClaimedMessage]:
+        """Return what ``look`` finds, now or when woken until ``deadline``; nothing once the line is closed.
 
         A claim that was woken and cannot look, as it is cancelled, passes its turn on.
         """
@@ -495,7 +499,7 @@ class Waiters:
             try:
                 found = await look()
             except BaseException:
-                self.forsake()
+                self.pass_turn_on()
                 raise
         return found
 
@@ -512,7 +516,7 @@ class Waiters:
                     await event.wait()
         except BaseException:
             if event.is_set() and self._failed.pop(event, None) is None:
-                self.forsake()
+                self.pass_turn_on()
             raise
         finally:
             if not event.is_set():
@@ -520,8 +524,8 @@ class Waiters:
         if self._failed and (error := self._failed.pop(event, None)) is not None:
             raise error
 
-    def forsake(self) -> None:
-        """A claim whose turn it was cannot take it: the next one shall."""
+    def pass_turn_on(self) -> None:
+        """Wake the next claim, as the one whose turn it was cannot look."""
         self.wake(1)
 
     def signal(self, count: int) -> None:
@@ -630,7 +634,7 @@ class BatchedBackend(CommandBackend):
         if not wait_time_seconds:
             return await self._claim_once(max_messages, visibility_timeout, waits=False)
         claim = partial(self._claim_once, max_messages, visibility_timeout, waits=True)
-        return await self.waiters.first(claim, anyio.current_time() + wait_time_seconds)
+        return await self.waiters.claim_or_wait(claim, anyio.current_time() + wait_time_seconds)
 
     async def _claim_once(self, limit: int, visibility: float, *, waits: bool) -> list[ClaimedMessage]:
         command = Claim(limit, visibility, waits)

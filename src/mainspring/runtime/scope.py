@@ -15,7 +15,7 @@ from mainspring.core.process import async_library
 from mainspring.core.tracebacks import where
 from mainspring.errors import ConfigError, InvalidParameterError, TaskExitError
 from mainspring.runtime.cancellation import is_of_a_scope, is_spurious_cancellation
-from mainspring.runtime.report import Ending, PartReport
+from mainspring.runtime.shutdown_report import Ending, PartReport
 from mainspring.threads.own_thread import OwnThread
 from mainspring.validation import is_number, shown
 

@@ -116,9 +116,8 @@ class LeaseKeeper:
     def _attend(self, delivery: Delivery, now: float) -> None:
         message = delivery.message
         if delivery.phase <= Phase.HANDLING and message.is_settled and not message.is_settling:
-            delivery.renew_at = (
-                now + self._period
-            )  # the handler has done it itself; if that fails, its lease matters again
+            # The handler has settled it by itself. If that fails, its lease matters again.
+            delivery.renew_at = now + self._period
         elif now >= delivery.trusted_until:
             self._lose(delivery)
         elif (
@@ -164,9 +163,8 @@ class LeaseKeeper:
                     with anyio.fail_after(min(self._period, delivery.trusted_until - began)):
                         await delivery.message.renew(self._visibility)
             except ReceiptHandleExpiredError:
-                if (
-                    delivery.phase is Phase.HANDLING and delivery.message.is_settling
-                ):  # which may be what has ended it, and tells soon
+                if delivery.phase is Phase.HANDLING and delivery.message.is_settling:
+                    # The settlement may be what has ended the lease, and tells soon.
                     delivery.renew_at = delivery.trusted_until
                     self._timer.wake_by(delivery.renew_at)
                 else:

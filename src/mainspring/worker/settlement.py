@@ -83,7 +83,7 @@ class Settler:
         self._mailbox = mailbox
         self._dispatcher = dispatcher
         self._judge = judge
-        self._joins = True
+        self._joint_ack_failed = False
         self.failures = 0
         """How many settlements have failed, to be tried again, since the mailbox was last known to take them."""
         self._retrying = 0
@@ -122,17 +122,18 @@ class Settler:
         try:
             refused = await self._mailbox.acknowledge_many(messages)
         except Exception as error:
-            if self._joins:  # once, until it works again: what else fails tells of itself
+            if not self._joint_ack_failed:  # logged once, until it works again: what else fails tells of itself
                 text = "%s: %d messages could not be acknowledged together, and so each is by itself: %s%s"
                 _log.warning(text, self._name, len(messages), describe(error), _where(error))
-            self._joins = False
+            self._joint_ack_failed = True
             return range(len(messages))
-        self._joins = True
+        self._joint_ack_failed = False
         self.written()
         return refused
 
     def written(self, *, again: bool = False) -> None:
-        """The mailbox took one; that says nothing of others that it does not take, unless it was one of those."""
+        """Record a settlement that was written. Others may still fail: it ends their trouble if none is being retried, or if
+        this one was (``again``)."""
         if not self.store_health.answers:
             self.store_health.made()
         if self.failures and (again or not self._retrying):
@@ -140,7 +141,9 @@ class Settler:
             self._dispatcher.dispatch(SettlementRecovered(self._name, failures))
 
     async def settle_again(self, delivery: Delivery, decision: Decision, error: Exception) -> Decision:
-        """What becomes of a delivery whose settlement failed with ``error``: it is written yet, as ``decision`` says, or lost.
+        """Retry a settlement that failed with ``error`` until it is written or the lease is no longer trusted.
+
+        Return the decision that became true.
 
         Where a reply cannot be sent, at all or for ``REPLY_TIMEOUT``, it becomes what a failure of the handler would.
         """
@@ -156,9 +159,8 @@ class Settler:
             while True:
                 if isinstance(error, ReceiptHandleExpiredError):
                     return LOST
-                if (
-                    isinstance(error, MessageSettledError) and delivery.message.settlement is not None
-                ):  # while this waited
+                if isinstance(error, MessageSettledError) and delivery.message.settlement is not None:
+                    # The handler's own code has settled it while this waited.
                     return await self.as_settled(delivery, decision)
                 if _is_hopeless(delivery, decision, error):
                     decision = self._judge(delivery, error)
@@ -297,7 +299,8 @@ class Completion:
                 raise
 
     async def finish(self, delivery: Delivery, decision: Decision, *, begun: bool = False) -> None:
-        """Write the outcome, or what came true instead, count it, and free the slot. ``begun``: its slot was left already."""
+        """Write the outcome, or what came true instead, count it, and free the slot. ``begun``: its slot counts
+        as free already."""
         if not begun:
             delivery.phase, delivery.settling_since = Phase.SETTLING, self._clock()
             self._heartbeat.beat()

@@ -90,7 +90,7 @@ class Admission:
                 await changed.wait()
 
 
-TURN = 1.0
+IDLE_HOLD = 1.0
 """Seconds for which a loop may hold a slot while it waits for work and another loop wants one."""
 
 
@@ -128,7 +128,7 @@ class Capacity:
                 self.free_up(slots - 1)
                 slots = 1
                 with anyio.CancelScope() as turn:
-                    self._idle[turn] = anyio.current_time() + TURN
+                    self._idle[turn] = anyio.current_time() + IDLE_HOLD
                     try:
                         messages = await poll(1, wait)
                     finally:
@@ -166,8 +166,8 @@ class Capacity:
         for turn, until in self._idle.items():
             if until <= now:
                 turn.cancel()
-                return now + TURN
-        return min(self._idle.values(), default=now + TURN)
+                return now + IDLE_HOLD
+        return min(self._idle.values(), default=now + IDLE_HOLD)
 
     def free_up(self, slots: int) -> None:
         """Free ``slots``, and hand them to the loops that wait for one, in the order in which they came.
@@ -201,9 +201,9 @@ class Slots:
         self.deliveries: dict[Delivery, None] = {}
         self.ordered = ordered and capacity is None
         self.leaving = 0
-        """How many of them are free in that way."""
+        """How many deliveries have a settlement that was asked for, so that their slots count as free."""
         self.claiming = 0
-        """How many a claim has that is out."""
+        """How many slots the claims hold that are out."""
         self._most = concurrency
         self._capacity = capacity
         self._freed = anyio.Event()
@@ -212,7 +212,7 @@ class Slots:
 
     @property
     def free(self) -> int:
-        """How many neither a message nor a claim has; at most as many as one claim may ask for."""
+        """The number of slots that neither a message nor a claim has; at most as many as one claim may ask for."""
         return min(self._most - len(self.deliveries) + min(self.leaving, self._most) - self.claiming, MAX_MESSAGES)
 
     async def until_free(self) -> None:
@@ -221,12 +221,13 @@ class Slots:
             self._freed = anyio.Event()
             self._full = True
         await self._freed.wait()
-        seen = 0
-        while seen < (seen := self.free):
+        before = 0
+        while self.free > before:
+            before = self.free
             await anyio.lowlevel.checkpoint()
 
     def leave(self, count: int) -> None:
-        """Count ``count`` deliveries whose settlements are asked for next, before anything else is awaited.
+        """Count the slots of ``count`` deliveries as free: their settlements are asked for next, before anything is awaited.
 
         Only where the mailbox keeps the order of its calls.
         """

@@ -64,7 +64,7 @@ ALLOWANCE = 5.0
 POLL_PAUSE = 0.1
 """Seconds between receives that do not wait and come back empty, so that they do not spin."""
 
-TURN = 0.001
+JOIN_FOR = 0.001
 """Seconds for which a slot may handle message after message before it acknowledges them and lets other tasks run."""
 
 
@@ -174,7 +174,7 @@ class Worker:
             scope.start_soon(self._keep_leases, name=f"{self.name} leases")
             async with anyio.create_task_group() as self._tasks:
                 try:
-                    await self.admission.run(self._receive_until_held, self._hand_back)
+                    await self.admission.run(self._receive_until_paused, self._hand_back)
                 except Exception as error:
                     crash = error
                 except BaseException:
@@ -204,7 +204,7 @@ class Worker:
         receiving = any(not receive.done for receive in self._open_receives)
         self.store_health.fell_silent(error, RECONNECT_INITIAL if receiving else SILENCE)
 
-    async def _receive_until_held(self) -> None:
+    async def _receive_until_paused(self) -> None:
         """Receive until told to stop or to pause. Raise the error that makes receiving impossible.
 
         If the mailbox keeps the order of its calls, two receivers take turns: while one waits for its answer, the other claims
@@ -350,9 +350,8 @@ class Worker:
     async def _serve_in_scope(self, slot: Slot) -> bool:
         """Serve in a new cancel scope. True at the end, False if the scope was used to cancel, or the task by itself."""
         try:
-            if (
-                slot.delivery is not None
-            ):  # it was cancelled, and is settled outside of the scope that was used for that
+            if slot.delivery is not None:
+                # Its handler was cancelled. It is settled outside of the scope that was used for that.
                 with bounded(shield=False):
                     await self._completion.finish_late(slot.delivery)
                 slot.delivery = None
@@ -374,7 +373,8 @@ class Worker:
         while delivery is not None:
             delivery.scope = scope
             decision = await self._handler_runs.make(delivery, scope) if self.admission.open else RELEASED
-            if native_cancels():  # else what is settled next would be cut off by it, neighbours and all
+            if native_cancels():
+                # A pending cancellation of asyncio would strike at the next await: at a settlement, and all joined in it.
                 delivery.decision = decision
                 if not await is_spurious_cancellation():
                     await anyio.lowlevel.checkpoint()  # raises
@@ -413,7 +413,7 @@ class Worker:
             if self._completion.done:
                 await self._acknowledge(scope)
             else:
-                self._turn_ends = self._real_clock() + TURN
+                self._turn_ends = self._real_clock() + JOIN_FOR
             if scope.cancel_called:  # no handler may begin in it
                 return None
             if self._backlog:
@@ -440,7 +440,7 @@ class Worker:
             if self._backlog and not self._waking:
                 self._wake_slot()
             await self._completion.acknowledge(scope)
-        self._turn_ends = self._real_clock() + TURN
+        self._turn_ends = self._real_clock() + JOIN_FOR
 
 
 class OpenReceive:

@@ -232,7 +232,7 @@ class UndoLostClaims(Command):
 class WakeOthers(Command):
     """Wake ``count`` other processes, as this one was woken for messages that no receive here takes."""
 
-    asks_only: ClassVar[bool] = True
+    droppable: ClassVar[bool] = True
     count: int
 
 
@@ -254,7 +254,7 @@ class Leave(Command):
     ``for_good``: nothing listens there any more.
     """
 
-    asks_only: ClassVar[bool] = True
+    droppable: ClassVar[bool] = True
     name: str
     last_claim: int
     waiters: list[str]
@@ -266,7 +266,7 @@ class Leave(Command):
 class RemoveWaiters(Command):
     """Remove ``waiters`` from the list: no receive here waits under these names. What is on its way to them still arrives."""
 
-    asks_only: ClassVar[bool] = True
+    droppable: ClassVar[bool] = True
     waiters: set[str]
 
 
@@ -277,7 +277,7 @@ class Recover(Command):
     Results in how many messages and dead letters were found again, and in how many seconds there is more to do.
     """
 
-    asks_only: ClassVar[bool] = True
+    droppable: ClassVar[bool] = True
     interval: float
 
 

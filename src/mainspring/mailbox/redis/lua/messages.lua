@@ -313,6 +313,7 @@ local function undo_lost_claims(box, claimant, known)
   unclaim(box, lost)
 end
 
+-- `enqueue` (store.lua) writes the delay.
 local function nack(box, receipt, delay, charged, front, history)
   local claimed, rank, place, id = held_lease(box, receipt)
   if not claimed then

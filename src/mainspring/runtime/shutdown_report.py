@@ -1,4 +1,4 @@
-"""What a shutdown did: per part how long it took and how it ended."""
+"""What a shutdown did: per part how long it took and how it ended, and the exit status of the process that follows from it."""
 
 from __future__ import annotations
 
