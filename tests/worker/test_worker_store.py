@@ -226,6 +226,23 @@ async def test_a_pause_amid_an_outage_does_not_hide_that_it_is_over(virtual_cloc
         assert [wait for _, call, (_, wait) in mailbox.calls if call == "claim"][-2:] == [0, 600]
 
 
+async def test_in_a_pause_that_began_amid_an_outage_the_store_is_asked_whether_it_is_back(virtual_clock):
+    """No receive tells of it then: the loop would count as one without its store until it is resumed."""
+    mailbox = Away(0, 30)
+    mailbox.always("counts", until(30, fail(DOWN)))
+    loop = MainLoop(mailbox, quick, wait_time_seconds=600)
+    events = record(loop, ReceiveFailed, ReceiveRecovered)
+    async with background(loop):
+        await anyio.sleep(9)
+        failures = len(events)
+        loop.pause()
+        await anyio.sleep(20)
+        assert loop.trouble == "MailboxConnectionError: the store is away"
+        await anyio.sleep(12)
+        assert loop.trouble is None
+        assert events[failures:] == [ReceiveRecovered(loop.name, failures)]
+
+
 async def test_of_two_receivers_either_shows_that_the_store_answers_again(virtual_clock):
     """The other one may pause yet: a store without work would be asked for some all the while, without end."""
     mailbox = Away(100, 108)

@@ -59,7 +59,7 @@ class StoreHealth:
     def fell_silent(self, error: MailboxConnectionError, retry_in: float) -> None:
         """Note that the mailbox's server was found not to answer, and tell of it as of a failed receive, unless one has."""
         self.failed(error)
-        if self._receiving is None and not self._told_of_silence:
+        if not self.failed_receives and not self._told_of_silence:
             self._told_of_silence = True
             self._dispatcher.dispatch(ReceiveFailed(self._name, describe(error), retry_in))
 
@@ -85,6 +85,13 @@ class StoreHealth:
         self.answers = True
         if failures:  # also of another receiver, or of a receive that a pause has ended
             self._dispatcher.dispatch(ReceiveRecovered(self._name, failures))
+
+    def receives_end(self) -> None:
+        """No receive is made for now: if the last one has failed, none will tell that the mailbox answers again."""
+        if self._receiving is not None:
+            self._other, self._receiving = self._receiving, None
+            self._ask_at = anyio.current_time() + SILENCE
+            self._timer.wake_by(self._ask_at)
 
     async def run(self) -> None:
         """Ask the mailbox where nothing else does, until cancelled."""

@@ -305,6 +305,7 @@ class Worker:
         """Release the backlog, the youngest delivery first, as each goes to the front of the queue."""
         if self.admission.open:
             return
+        self.store_health.receives_end()
         with bounded():
             while self._backlog:
                 delivery = self._backlog.pop()
