@@ -82,3 +82,8 @@ def test_the_reminders_are_a_service_too(session: Session, tmp_path: Path) -> No
     play(session, tmp_path, f"$ {serve}\n...\n… remind: running …\n")
     play(session, tmp_path, f"$ {send.replace('--delay 5', '--delay 0.2')}\n{'0' * 24}\n")
     play(session, tmp_path, "ann: Tea\n^C\n...\nmainspring: shutdown (SIGINT) in 0.0 s: clean\n...\n")
+
+
+def test_the_page_about_backends_shows_the_example_as_it_is() -> None:
+    page = (EXAMPLES.parent / "docs/how-to/mailbox.md").read_text(encoding="utf-8")
+    assert (EXAMPLES / "04_mailbox/list_mailbox.py").read_text(encoding="utf-8") in page

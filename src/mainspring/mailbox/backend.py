@@ -152,7 +152,7 @@ class Backend(ABC):
     a store that does not answer is a :class:`MailboxConnectionError`. Times are seconds.
     """
 
-    capabilities: Capabilities
+    capabilities: Capabilities = Capabilities()
     works_unopened: ClassVar[bool] = False
     """Whether calls are taken before it is opened (after it was closed they never are)."""
 

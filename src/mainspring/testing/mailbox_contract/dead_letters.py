@@ -89,6 +89,9 @@ async def dead_letters_come_oldest_first_in_pages(h: Harness, box: AnyMailbox) -
     walked: list[str] = []
     while page := await box.dead_letters(limit=3, after=walked[-1] if walked else None):
         check(len(page) <= 3, f"a page of {len(page)} with limit=3")
+        check(
+            page[0].message_id not in walked, "a page begins with a dead letter of the page before: `after` is ignored"
+        )
         walked += [letter.message_id for letter in page]
     equal(walked, sent, "the pages joined")
     await h.counts(box, dead=7)
