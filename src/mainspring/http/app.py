@@ -245,7 +245,8 @@ def refusal(request: Request, token: str, *, loopback: bool) -> Response | None:
         return _line(f"the bearer token is not that of {ADMIN_TOKEN}", 403)
     if not loopback:
         if not token:
-            return _line(f"refused: set {ADMIN_TOKEN} in the service's environment to allow this from other hosts", 403)
+            text = f"refused, as other hosts reach this server: set {ADMIN_TOKEN} in its environment, and send that"
+            return _line(text, 403)
         return _line(f"needs the header 'Authorization: Bearer <{ADMIN_TOKEN}>'", 401, **{"www-authenticate": "Bearer"})
     if _from_a_foreign_page(request):
         return _line("refused: a browser sent this for a page of another site; use the dashboard or curl", 403)
