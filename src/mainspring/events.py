@@ -234,6 +234,10 @@ class GroupStateChanged(Event):
     old: GroupState
     new: GroupState
     seconds: float
+    in_flight: int = 0
+    """How many messages are in hand as a phase begins that waits for their handlers."""
+    timeout: float | None = None
+    """Seconds that this phase may take; None where it has no limit, or waits for nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from mainspring import (
     RestartPolicy,
     ShutdownRequest,
 )
-from mainspring.events import GroupStopped, LoopStateChanged, ShutdownRequested
+from mainspring.events import GroupStateChanged, GroupStopped, LoopStateChanged, ShutdownRequested
 from support import FaultyMailbox, hang
 from wrapped_backend import WrappedBackend, wrap
 
@@ -62,6 +62,20 @@ async def test_phases_come_in_order_each_with_its_duration(virtual_clock):
     assert report.exit_status == 70
     assert [event.reason for event in requested] == ["shutdown()"]
     assert [(event.exit_status, event.report) for event in stopped] == [(70, str(report))]
+
+
+async def test_a_phase_that_waits_says_for_how_many_messages_and_how_long(virtual_clock):
+    group, mailbox = one_loop_group(take_long, shutdown_timeout=10, cancel_grace=5)
+    begun = {}
+    group.dispatcher.subscribe(GroupStateChanged, lambda e: begun.update({str(e.new): (e.in_flight, e.timeout)}))
+    await mailbox.send({"seconds": 100})
+    async with running(group):
+        await anyio.sleep(1)
+        await group.shutdown()
+    assert begun["stop intake"] == (0, None)
+    assert begun["finish"] == (1, 10)
+    assert begun["cancel"] == (1, 5)
+    assert begun["stopped"] == (0, None)
 
 
 async def test_during_the_drain_delay_it_is_not_ready_and_works_on(virtual_clock):

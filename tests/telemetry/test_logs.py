@@ -74,6 +74,16 @@ CASES = [
     (events.GroupPaused("shop", "pause()"), "WARNING", "shop: paused, it takes no new work: pause()"),
     (events.GroupResumed("shop", "resume()"), "INFO", "shop: resumed: resume()"),
     (events.GroupStateChanged("shop", GroupState.RUNNING, GroupState.FINISH, 60.0), "INFO", "finish (running for 60.000 s)"),
+    (
+        events.GroupStateChanged("shop", GroupState.STOP_INTAKE, GroupState.FINISH, 0.002, 1, 29.998),
+        "INFO",
+        "finish (stop intake for 0.002 s): waits for 1 message in hand for at most 30 s",
+    ),
+    (
+        events.GroupStateChanged("shop", GroupState.STOP_INTAKE, GroupState.FINISH, 0.002, 2),
+        "INFO",
+        "waits for 2 messages in hand without a limit",
+    ),
     (events.GroupStopped("shop", 0, "shutdown: clean\n  part: ok"), "INFO", "exit status 0: shutdown: clean | part: ok"),
     (events.GroupStopped("shop", 70, "shutdown: not clean"), "ERROR", "exit status 70: shutdown: not clean"),
     (events.CheckChanged("shop", "database", "refused"), "WARNING", "check database fails: refused"),

@@ -373,7 +373,14 @@ class Lifetime:
     def _emit(self, transition: Transition[GroupState]) -> None:
         if transition.old not in BEFORE_SHUTDOWN:
             self.phases[str(transition.old)] = transition.seconds
-        self._dispatcher.dispatch(GroupStateChanged(self.name, transition.old, transition.new, transition.seconds))
+        in_flight, timeout = 0, None
+        if transition.new in (GroupState.FINISH, GroupState.CANCEL):
+            in_flight = sum(managed.loop.in_flight for managed in self.managed_loops)
+            cancels = transition.new is GroupState.CANCEL
+            timeout = self.settings.cancel_grace if cancels else self.shutdown.remaining
+        self._dispatcher.dispatch(
+            GroupStateChanged(self.name, transition.old, transition.new, transition.seconds, in_flight, timeout)
+        )
 
 
 async def _run_within(capacity: Capacity, managed: ManagedLoop, loop: MainLoop, keywords: dict[str, Any]) -> None:

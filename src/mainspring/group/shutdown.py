@@ -76,6 +76,11 @@ class Shutdown:
         self._set_deadline(anyio.current_time())
         self.changed()
 
+    @property
+    def remaining(self) -> float | None:
+        """Seconds that are left for the work in hand; None without a limit."""
+        return None if self._deadline == math.inf else max(0.0, self._deadline - anyio.current_time())
+
     def changed(self) -> None:
         """Let the waiting phase look again, after a loop has ended or a setting has changed."""
         self._change.set()

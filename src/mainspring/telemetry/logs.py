@@ -31,6 +31,7 @@ from mainspring.core.tracebacks import where_raised
 from mainspring.errors import ConfigError
 from mainspring.redaction import one_line
 from mainspring.telemetry.status import plain
+from mainspring.validation import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -229,7 +230,11 @@ def _crashed(event: events.LoopCrashed) -> None:
 
 def _group_state(event: events.GroupStateChanged) -> None:
     level = logging.DEBUG if event.new is GroupState.STARTING else logging.INFO
-    _say(_group, level, event, f"{event.new} ({event.old} for {event.seconds:.3f} s)")
+    text = f"{event.new} ({event.old} for {event.seconds:.3f} s)"
+    if event.in_flight:
+        limit = "without a limit" if event.timeout is None else f"for at most {event.timeout:.3g} s"
+        text += f": waits for {counted(event.in_flight, 'message')} in hand {limit}"
+    _say(_group, level, event, text)
 
 
 def _group_stopped(event: events.GroupStopped) -> None:
