@@ -25,7 +25,7 @@ URL = "sqlite:///mail.db?name=jobs"
         ("raise GeneratorExit", "does not import: spoiled.py:1: GeneratorExit"),
         (
             "class E(Exception):\n    def __str__(self): raise ValueError\nraise E",
-            "does not import: spoiled.py:3: E: E (it cannot be printed)",
+            "does not import: spoiled.py:3: E (it cannot be printed)",
         ),
         ("def __getattr__(name): raise RuntimeError('computed')", "does not give 'group': spoiled.py:1: RuntimeError"),
         ("def group(): raise GeneratorExit", "group() failed: spoiled.py:1: GeneratorExit"),
