@@ -295,7 +295,7 @@ async def test_what_is_larger_than_a_row_can_be_is_its_senders_mistake_alone(mai
     assert [str(error) for error in found if isinstance(error, SerializationError)] == [f"{n} {says}" for n in sizes]
     await held.save_checkpoint(Long(most))
     await backend.settle(asked, Ack())
-    assert [message.body for message in await mailbox.receive(max_messages=9)] == ["before", "x"]
+    assert sorted(message.body for message in await mailbox.receive(max_messages=9)) == ["before", "x"]
     assert await mailbox.counts() == Counts(in_flight=3, settled=1)
 
 

@@ -299,6 +299,9 @@ class Recovery:
         for stream in (names.queue, names.delayed, names.expiries):
             # The consumer first: the stream is never behind what it says then.
             consumer, state = await self._states(stream)
+            if "delivered" not in consumer:  # NATS 2.9 answers so while it makes or removes the consumer
+                soon = True
+                continue
             if consumer["delivered"]["stream_seq"] > state["last_seq"]:
                 await self._recreate_consumer(stream)
                 continue
