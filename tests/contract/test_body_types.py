@@ -58,7 +58,7 @@ async def without_a_type_an_object_is_sent_to_those_who_know_its_class(h: Harnes
 
 @behaviour("serializes", "transactional_reply")
 async def replies_are_received_as_they_were_sent_or_refused(h: Harness) -> None:
-    """A reply is as exact as a body; one that is refused leaves the message unsettled."""
+    """A reply is as exact as a body; a refused reply leaves the message unsettled."""
     async with h.open(reply=Login) as box, h.open("replies", body=Login) as replies:
         await (await h.delivery(box, "ask", reply_to=replies)).reply(LOGIN)
         _same((await h.one(replies)).body, LOGIN, "the reply")
@@ -73,7 +73,7 @@ async def replies_are_received_as_they_were_sent_or_refused(h: Harness) -> None:
 
 @behaviour("serializes")
 async def a_dead_letter_is_what_was_sent(h: Harness) -> None:
-    """The body of a dead letter, and of one that was replayed, equals what was sent."""
+    """The body of a dead letter, and of a replayed message, equals what was sent."""
     async with h.open(body=Login) as box:
         await (await h.delivery(box, LOGIN)).dead_letter("no")
         (letter,) = await box.dead_letters()

@@ -139,7 +139,7 @@ def _warn_of_own_mailboxes(group: LoopGroup) -> None:
 
 
 def _who(group: LoopGroup, link: ParentLink | None) -> str:
-    """Return what to put before the report, if there is more than one that it could be of."""
+    """Return what a report begins with: the number of its worker process, and the name of its group, where there are such."""
     names = [f"worker {link.number}"] if link is not None and link.number else []
     return ": ".join([*names, group.name, ""] if group.name != "mainspring" else [*names, ""])
 

@@ -241,7 +241,7 @@ class _State(Enum):
     IDLE = "nothing is out"
     BY_CALLER = "a caller executes its own command"
     BY_RUNNER = "the runner executes a batch"
-    INTERRUPTED = "who executed it was cancelled, and the runner has yet to go on with it"
+    INTERRUPTED = "its execution was cancelled, and the runner has yet to go on with it"
 
 
 class Batcher(Generic[C]):
@@ -361,7 +361,7 @@ class Batcher(Generic[C]):
     async def run(self) -> None:
         """Execute batch after batch until :meth:`stop` or :meth:`close`.
 
-        The runner outlives a cancellation of the scope it is in: those who clean up under a shield still need it. Its end
+        The runner outlives a cancellation of the scope it is in: clean-up under a shield still needs it. Its end
         is a close, which every mailbox reaches on its way out, and which has a deadline. A bare
         ``task.cancel()`` of asyncio, on its task or on what ``execute`` awaits, does not end it either; the commands that were
         out then fail as with a lost connection.

@@ -89,7 +89,7 @@ _PLAIN_LINES: dict[type[Any], tuple[Logger, int, str]] = {
     events.GroupResumed: (_group, logging.INFO, "resumed: {0.reason}"),
     events.CalibrationWarning: (_group, logging.WARNING, "{0.text}"),
 }  # fmt: skip
-"""The events whose lines need no decision. Of those that can repeat, all but the first are logged at DEBUG."""
+"""The events whose lines need no decision. Of repeated events, all but the first are logged at DEBUG."""
 
 _COMES_AND_GOES = (
     events.LoopStateChanged,

@@ -186,7 +186,7 @@ class LoopThread:
         From any thread, any number of times; all calls wait for the same end, and the shortest timeout holds. After one has
         returned False all do, and where the event loop broke. In the event loop's own thread, as in a callback, and in a worker
         thread that works for it, as a plain handler does, it does not wait, and returns True. In another event loop it blocks
-        that one: there, ``await anyio.to_thread.run_sync(thread.stop)``. From a signal handler too: one that interrupts,
+        that one: there, ``await anyio.to_thread.run_sync(thread.stop)``. From a signal handler too: a handler that interrupts,
         on trio, the call that wakes the event loop does not wait, since the loop can end only behind that. What still runs may
         need something that the interrupted code has to do, as the :meth:`start` of this thread; it is then cancelled or given
         up at the timeouts.

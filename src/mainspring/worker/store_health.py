@@ -87,7 +87,7 @@ class StoreHealth:
             self._dispatcher.dispatch(ReceiveRecovered(self._name, failures))
 
     def receives_end(self) -> None:
-        """No receive is made for now: if the last one has failed, none will tell that the mailbox answers again."""
+        """Note that receiving has ended or pauses. If the last receive failed, ask whether the mailbox answers again."""
         if self._receiving is not None:
             self._other, self._receiving = self._receiving, None
             self._ask_at = anyio.current_time() + SILENCE

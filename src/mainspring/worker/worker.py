@@ -384,7 +384,7 @@ class Worker:
                 return
             ends_well = decision is DONE and delivery.message.settlement is None
             if ends_well and self._joined and self._backlog and self._real_clock() < self._turn_ends:
-                self._completion.done.append(delivery)  # it is acknowledged with those that follow
+                self._completion.done.append(delivery)  # it is acknowledged with the deliveries that follow
             else:
                 if ends_well and self._completion.done:
                     self._completion.done.append(delivery)

@@ -109,7 +109,7 @@ class Client:
         return self._channel.host if self._channel is not None and self._channel.current else None
 
     async def call(self, call: FunctionCall) -> list[Any]:
-        """Have the server run a call, or read the reply of the one that is out. Cancelled in the wait, it leaves the call out.
+        """Have the server run a call, or read the reply of the call that is out. Cancelled in the wait, it leaves the call out.
 
         :raises MailboxConnectionError: the server cannot be reached, does not answer, or refuses. After a lost connection or
             an :meth:`abandon` it may have done what it was asked.

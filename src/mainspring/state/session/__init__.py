@@ -14,9 +14,9 @@ subscribers are told. A ``Transaction`` gets its turn when all before it is dura
 - Readers see only what is durable, in the order in which the journal has it.
 - Slices are never changed, only replaced. Reducers compute the next ones, and compute the same when the journal is read.
 - A write that fails takes back all events that wait: the tip is set to the values, and the numbers go on from there.
-- A dispatch that is cancelled before its turn is not applied; one that waits for the journal may be. The end of a
+- A dispatch that is cancelled before its turn is not applied; a dispatch that waits for the journal may be. The end of a
   transaction waits for its outcome, even when cancelled.
-- Each call of a journal has an end. After one that was given up, nothing but its closing is asked of the journal, and the
+- Each call of a journal has an end. After a call that was given up, nothing but its closing is asked of the journal, and the
   session is to be opened anew.
 """
 

@@ -93,7 +93,7 @@ class History:
     # --------------------------------------------------------------------------------------------------------- snapshots
 
     def snapshot(self, cell: Cell, *, tip: bool, waiting: Mapping[str, Any] | None = None) -> Snapshot:
-        """Return the slices of a session and of its children: those that readers see, or those of the ``tip``."""
+        """Return the slices of a session and of its children: the slices that readers see, or the slices of the ``tip``."""
         unmade = self._waiting if waiting is None else waiting
         children = {
             name: self.snapshot(self._cells[path], tip=tip, waiting=waiting)

@@ -262,7 +262,7 @@ class Slices:
     # --------------------------------------------------------------------------------------------------- what happens
 
     def reduce(self, values: Values, event: Any) -> tuple[Values, tuple[str, ...]]:
-        """Return the slices after ``event``, and the names of those that took it.
+        """Return the slices after ``event``, and the names of the slices that took it.
 
         :raises ReducerError: a reducer raised, or returned what can be changed, or the state class does not take it; ``values``
             hold on.

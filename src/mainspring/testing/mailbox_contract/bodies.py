@@ -201,7 +201,7 @@ async def a_body_that_nobody_could_read_is_refused(h: Harness, box: AnyMailbox) 
         deepest = [deepest]
     with raises(SerializationError, "sending a body that is nested too deep"):
         await box.send([deepest])
-    with raises(SerializationError, "sending one that is nested too deep among others"):
+    with raises(SerializationError, "sending a body that is nested too deep among others"):
         await box.send_many(["x", [deepest]])
     await h.counts(box)
     equal((await h.delivery(box, deepest)).body, deepest, "the deepest body")
