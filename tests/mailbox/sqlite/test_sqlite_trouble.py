@@ -323,6 +323,35 @@ async def test_nothing_is_left_when_the_last_mailbox_is_closed(path, anyio_backe
     assert os.listdir(path + "-wake") == []
 
 
+@pytest.mark.slow
+async def test_the_threads_end_one_after_the_other_also_where_they_are_switched_at_each_step(tmp_path, anyio_backend):
+    rounds, ended = 100, threading.Event()
+
+    def busy() -> None:
+        while not ended.is_set():
+            sum(range(200))
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    hogs = [threading.Thread(target=busy, daemon=True) for _ in range(2)]
+    try:
+        for hog in hogs:
+            hog.start()
+        for number in range(rounds):
+            async with SQLiteMailbox(tmp_path / f"{number}.db") as mailbox:
+                with anyio.move_on_after(0.003):
+                    await mailbox.receive(wait_time_seconds=30)
+        with anyio.fail_after(60):
+            while any("mainspring sqlite" in thread.name for thread in threading.enumerate()):
+                await anyio.sleep(0.001)
+    finally:
+        ended.set()
+        sys.setswitchinterval(before)
+        for hog in hogs:
+            await anyio.to_thread.run_sync(hog.join)
+    assert [left for beside in tmp_path.glob("*-wake") for left in os.listdir(beside)] == []
+
+
 async def test_a_cancelled_program_still_releases_under_a_shield(path, anyio_backend):
     with anyio.CancelScope() as scope:
         async with SQLiteMailbox(path) as mailbox:

@@ -201,14 +201,16 @@ class Writer:
 
     def _ended(self) -> bool:
         """Close the file, unless it is in use or was used meanwhile. Return True if the thread is done."""
-        self._notifier.interrupt()
-        if self._watcher is not None:
-            self._watcher.join(LOOK_AGAIN)
-        self._notifier.close()
+        with self._lock:
+            watcher = self._watcher
+            self._notifier.interrupt()
+        if watcher is not None:
+            watcher.join()  # before the directory is let go of: it removes its socket there
         self.file.leave()
         with self._lock:
             if self._users or not self._inbox.empty():  # a user that came and went leaves jobs, and waits for them
                 return False
+            self._notifier.close()
             self._running = False
             return True
 
