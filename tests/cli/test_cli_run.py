@@ -313,6 +313,50 @@ def test_work_that_had_to_be_cancelled_is_status_70(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_third_ctrl_c_says_what_is_lost_in_memory(tmp_path: Path) -> None:
+    source = """
+        import sys
+        import anyio
+        from mainspring import InMemoryMailbox, LoopGroup, MainLoop
+
+        mailbox = InMemoryMailbox("jobs")
+
+        async def stay(number: int) -> None:
+            sys.stderr.write("begun\\n")
+            while True:
+                try:
+                    await anyio.sleep(600)
+                except BaseException:
+                    sys.stderr.write("swallowed\\n")
+                    with anyio.CancelScope(shield=True):
+                        await anyio.sleep(600)
+
+        class Sender:
+            heartbeat = None
+            running = False
+
+            async def run(self) -> None:
+                await mailbox.send(1)
+
+            def shutdown(self) -> bool:
+                return True
+
+        group = LoopGroup([MainLoop(mailbox, stay), Sender()])
+    """
+    write(tmp_path, source)
+    with started("run", "app:group", cwd=tmp_path) as command:
+        command.expect("begun")
+        command.send(signal.SIGINT)
+        command.expect("finish")
+        command.send(signal.SIGINT)
+        command.expect("swallowed")
+        command.send(signal.SIGINT)
+        assert command.wait() == 128 + signal.SIGINT
+        assert "leaving at once: shutdown (SIGINT)" in command.text
+        assert "in hand: 1 message; lost with this process's memory" in command.text
+
+
+@pytest.mark.slow
 def test_the_health_port_of_the_command_line(tmp_path: Path) -> None:
     write(tmp_path, GROUP)
     with started("run", "app:group", "--health-port", "0", cwd=tmp_path) as command:

@@ -220,6 +220,7 @@ def test_a_third_signal_ends_all_of_it_at_once(tmp_path: Path) -> None:
         command.expect("swallowed")
         command.send(signal.SIGTERM)
         assert command.wait() == 128 + signal.SIGTERM
+        assert "the workers were killed; each message in hand comes again when its lease ends" in command.text
         for pid in pids:
             wait_until_gone(pid)
 

@@ -269,6 +269,7 @@ def test_a_second_signal_leaves_by_force_where_a_handler_stays(case, outcome):
     assert outcome.status == 128 + signal.SIGTERM
     assert GRACE * 0.9 < outcome.seconds < GRACE + 1 + SLACK
     assert "jobs: stuck after" in outcome.err
+    assert "  in hand: 1 message; each comes again when its lease ends\n" in outcome.err
     assert f"{PROGRAM.name}:{guilty_line('swallow')} in misbehave" in outcome.err
 
 
@@ -280,6 +281,10 @@ def test_a_third_signal_leaves_at_once(case, outcome):
     assert outcome.status == 128 + signal.SIGINT
     assert outcome.seconds < SLACK
     assert outcome.counts.in_flight >= 1  # nothing was waited for
+    assert "leaving at once: shutdown (SIGTERM)" in outcome.err
+    assert f"not clean, exit status {128 + signal.SIGINT}" in outcome.err
+    assert f"{PROGRAM.name}:{guilty_line('swallow')} in misbehave" in outcome.err
+    assert re.search(r"  in hand: [12] messages?; each comes again when its lease ends\n", outcome.err)
 
 
 @cases("slow-open", "running", signals=[(signal.SIGTERM,), (signal.SIGINT,)], until=("opening",), shutdown_timeout=20)

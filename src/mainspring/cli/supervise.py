@@ -35,6 +35,7 @@ from mainspring.policies import RestartPolicy
 from mainspring.runtime.scope import DaemonScope
 from mainspring.runtime.signals import ShutdownCoordinator
 from mainspring.validation import counted
+from mainspring.watchdog.hard_exit import last_words
 
 if TYPE_CHECKING:
     from socket import socket
@@ -121,6 +122,9 @@ class Supervisor:
         if count >= 3:
             for worker in self._workers:
                 worker.kill()
+            last_words(
+                lambda: "mainspring: the workers were killed; each message in hand comes again when its lease ends"
+            )
             os._exit(128 + signum)
         self._stop(signum, repeated=True)
 

@@ -35,7 +35,9 @@ from mainspring.runtime.scope import DaemonScope
 from mainspring.runtime.shutdown_report import EXIT_BY_SIGNAL, EXIT_CANCELLED, Ending, PartReport, ShutdownReport
 from mainspring.runtime.signals import ShutdownCoordinator
 from mainspring.threads.entry import AnywhereEvent, Entry
+from mainspring.validation import counted
 from mainspring.watchdog.block_watch import BlockWatch
+from mainspring.watchdog.hard_exit import last_words
 from mainspring.watchdog.watchdog import Watchdog
 from mainspring.worker.actor import ask_all
 from mainspring.worker.adapter import LoopAdapter
@@ -237,6 +239,9 @@ class Lifetime:
         elif self.shutdown.forced_by is None:
             self.force(signum)
         else:
+            self.shutdown.forced_by = signum
+            now = anyio.current_time()
+            last_words(lambda: f"mainspring: leaving at once: {self._last_report(now)}")
             os._exit(EXIT_BY_SIGNAL + signum)
 
     async def pause(self, reason: str, timeout: float | None) -> None:
@@ -286,7 +291,7 @@ class Lifetime:
                 left,
                 status=status,
                 # Called on another thread, where the event loop's clock cannot be read.
-                explain=lambda: str(self._make_report(now + clock.monotonic() - read_at, by_force=True)),
+                explain=lambda: self._last_report(now + clock.monotonic() - read_at),
             )
 
     # -------------------------------------------------------------------------------------------------------- ending
@@ -338,6 +343,22 @@ class Lifetime:
             phases=phases,
             forced_by=self.shutdown.forced_by,
         )
+
+    def _last_report(self, now: float) -> str:
+        """Return the report of a process that leaves by force, with what becomes of the messages in hand."""
+        lines = [str(self._make_report(now, by_force=True))]
+        for durable, fate in (
+            (True, "each comes again when its lease ends"),
+            (False, "lost with this process's memory"),
+        ):
+            in_hand = sum(
+                loop.in_flight
+                for loop in self._loops
+                if isinstance(loop, MainLoop) and loop.mailbox.capabilities.durable is durable
+            )
+            if in_hand:
+                lines.append(f"  in hand: {counted(in_hand, 'message')}; {fate}")
+        return "\n".join(lines)
 
     def _conclude(self) -> None:
         was_stuck = self.report is not None and any(part.ending is Ending.STUCK for part in self.report.parts)
