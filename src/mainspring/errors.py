@@ -353,6 +353,15 @@ def copied(error: E) -> E:
     return other
 
 
+def in_brief(error: E) -> E:
+    """The same error, whose text says all: printed without the steps to it. What caused it stays as its ``__context__``."""
+    error.__context__, error.__cause__ = (
+        error.__cause__ or error.__context__,
+        None,
+    )  # which keeps both from being printed
+    return error.with_traceback(None)
+
+
 def message_of(error: BaseException) -> str:
     """What an exception says (its first :data:`LONGEST_TEXT` characters), or its type's name where it says nothing.
 

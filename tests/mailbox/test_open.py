@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 import socket
+import traceback
 
 import pytest
 
-from mainspring import ConfigError, MailboxConnectionError, MailboxError, MailboxFullError, open_mailbox
+from mainspring import ConfigError, Mailbox, MailboxConnectionError, MailboxError, MailboxFullError, open_mailbox
 from mainspring.mailbox.memory.mailbox import InMemoryMailbox
 from mainspring.mailbox.nats.mailbox import NatsMailbox
 from mainspring.mailbox.postgres.mailbox import PostgresMailbox
@@ -225,3 +226,54 @@ def test_no_password_is_shown_by_what_cannot_read_it(scheme, password):
 )
 def test_an_at_sign_in_an_option_is_no_login(url):
     assert open_mailbox(url).name == "a@b"
+
+
+# ---------------------------------------------------------------------------------------- what cannot be opened
+
+CLOSED_PORT = "127.0.0.1:1"
+UNOPENABLE = [
+    f"redis://{CLOSED_PORT}/0",
+    f"postgresql://{CLOSED_PORT}/app",
+    f"nats://{CLOSED_PORT}",
+    "sqlite:////no/such/directory/app.db",
+]
+
+
+async def enter(url):
+    async with open_mailbox(url):
+        pass
+
+
+@pytest.mark.anyio
+@ON_ASYNCIO
+@pytest.mark.parametrize("url", UNOPENABLE)
+async def test_an_error_at_opening_prints_without_the_steps_to_it(url):
+    with pytest.raises((MailboxConnectionError, ConfigError)) as raised:
+        await enter(url)
+    check_brief(raised.value)
+
+
+@pytest.mark.anyio
+@ON_ASYNCIO
+@pytest.mark.parametrize("url", UNOPENABLE[:3])
+async def test_so_does_one_of_exists(url):
+    with pytest.raises(MailboxConnectionError) as raised:
+        await open_mailbox(url).exists()
+    check_brief(raised.value)
+
+
+@pytest.mark.anyio
+@ON_ASYNCIO
+async def test_so_does_a_refused_login(redis_url):
+    with pytest.raises(ConfigError, match="WRONGPASS") as raised:
+        await enter(redis_url.replace("://", "://ann:wrong@"))
+    check_brief(raised.value)
+
+
+def check_brief(error):
+    """Below the caller's own lines it prints one of the mailbox; what caused it is kept."""
+    printed = traceback.format_exception(error)
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    assert [file for file in files if file != __file__] == [inspect.getfile(Mailbox)]
+    assert len(printed) == len(files) + 2, "".join(printed)  # the heading, the frames, the error
+    assert error.__context__ is not None

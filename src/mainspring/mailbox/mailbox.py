@@ -24,8 +24,10 @@ from mainspring.errors import (
     MailboxClosedError,
     MailboxConnectionError,
     MailboxError,
+    MainspringError,
     ReplyNotAvailableError,
     SerializationError,
+    in_brief,
 )
 from mainspring.mailbox import replies
 from mainspring.mailbox.backend import Backend, Capabilities, MailboxStatistics
@@ -172,7 +174,10 @@ class Mailbox(Generic[T, R]):
         :raises MailboxConnectionError: the store cannot be reached, so it is not known.
         """
         self._check_async_backend()
-        return self._state.state is MailboxState.OPEN or await self.backend.exists()
+        try:
+            return self._state.state is MailboxState.OPEN or await self.backend.exists()
+        except MainspringError as error:
+            raise in_brief(error)
 
     async def __aenter__(self) -> Self:
         self._check_async_backend()
@@ -186,6 +191,8 @@ class Mailbox(Generic[T, R]):
                 await self.backend.open(scope)
             except BaseException as error:
                 await scope.__aexit__(type(error), error, error.__traceback__)
+                if isinstance(error, MainspringError):
+                    raise in_brief(error)
                 raise
         except BaseException:
             self._scope = None
