@@ -1,51 +1,91 @@
-"""How long `import mainspring` takes beside the peers' imports, each in a fresh interpreter."""
+"""What the imports of a user's program cost, above a Python that runs nothing: ``make bench BENCH=imports``.
+
+Ours: the three names that a service imports; and these with a SQLite mailbox opened, one message sent, received and
+acknowledged. SAQ's: ``Queue`` and ``Worker`` as its documentation imports them; and these with a queue made, which imports
+its Redis driver and connects to nothing. Each runs in a fresh interpreter, with its bytecode there, less a bare interpreter
+of the same environment. The programs take turns, and a ratio is the median of those of the rounds.
+"""
 
 from __future__ import annotations
 
+import os
+import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from common import Row, median, peer, quick, report, version
+from common import Row, median, paired_ratio, peer, quick, report, version
 
-ROUNDS = 5 if quick() else 15
+ROUNDS = 5 if quick() else 25
+NAMES = "from mainspring import LoopGroup, MainLoop, open_mailbox"
+USED = f"""{NAMES}
+import sys, anyio
+
+async def main():
+    async with open_mailbox("sqlite:///" + sys.argv[1]) as mailbox:
+        await mailbox.send("hello")
+        for message in await mailbox.receive():
+            await message.acknowledge()
+
+anyio.run(main)
+"""
+SAQ = "import saq; from saq import Queue, Worker"
+SAQ_QUEUE = f"{SAQ}; Queue.from_url('redis://localhost')"
+# A variable that forbids to write bytecode would have each run compile what the run before did.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
-def seconds(python: Path, code: str) -> float:
+def seconds(python: Path, code: str, path: Path) -> float:
     began = time.perf_counter()
-    subprocess.run([str(python), "-c", code], check=True)
+    subprocess.run([str(python), "-c", code, str(path)], check=True, env=ENVIRONMENT)
     return time.perf_counter() - began
 
 
-def import_time(python: Path, module: str) -> float:
-    """Seconds that the import adds to an interpreter that does nothing, in pairs."""
-    seconds(python, f"import {module}")
-    return median([seconds(python, f"import {module}") - seconds(python, "pass") for _ in range(ROUNDS)])
+def above_bare(programs: dict[str, tuple[Path, str]]) -> dict[str, list[float]]:
+    """Seconds of each program above a bare interpreter, one for each round."""
+    pythons = {python for python, _ in programs.values()}
+    taken: dict[str, list[float]] = {name: [] for name in programs}
+    with TemporaryDirectory() as directory:
+        for number in range(ROUNDS + 1):  # the first leaves the bytecode behind, and does not count
+            bare = {python: seconds(python, "", Path(directory)) for python in pythons}
+            for name, (python, code) in programs.items():
+                taken[name].append(seconds(python, code, Path(directory, f"{number}.db")) - bare[python])
+    return {name: values[1:] for name, values in taken.items()}
+
+
+def shown(values: list[float]) -> str:
+    return f"{median(values) * 1e3:.0f} ms"
+
+
+def spread(ours: list[float], theirs: list[float]) -> str:
+    low, _, high = statistics.quantiles([a / b for a, b in zip(ours, theirs, strict=True)], n=4)
+    least = f"least {min(ours) * 1e3:.0f} and {min(theirs) * 1e3:.0f} ms"
+    return f"half of {ROUNDS} ratios within {low:.2f} and {high:.2f}; {least}"
 
 
 def main() -> None:
-    ours = import_time(Path(sys.executable), "mainspring")
+    programs = {"names": (Path(sys.executable), NAMES), "used": (Path(sys.executable), USED)}
+    python = peer("saq", "saq[redis]", "hiredis", "uvloop", "typing_extensions")
+    if python is not None:
+        programs |= {"saq": (python, SAQ), "saq queue": (python, SAQ_QUEUE)}
+    taken = above_bare(programs)
     report(
-        Row("import mainspring / 100 ms", f"{ours * 1e3:.1f} ms", "100 ms", ours / 0.1, 1.0, at_most=True,
-            note=f"median of {ROUNDS}, a fresh interpreter each, less an empty one")
+        Row("import, and use of a SQLite mailbox / 120 ms", shown(taken["used"]), "120 ms", median(taken["used"]) / 0.12, 1.0,
+            at_most=True, note=f"median of {ROUNDS}, least {min(taken['used']) * 1e3:.0f} ms")
     )  # fmt: skip
-    names = import_time(Path(sys.executable), "mainspring; from mainspring import LoopGroup, MainLoop, open_mailbox")
-    for name, packages in (("saq", ("saq[redis]", "typing_extensions")), ("arq", ("arq",)), ("taskiq", ("taskiq",))):
-        python = peer(name, *packages)
-        if python is None:
+    if python is None:
+        report(Row("import / SAQ's import", shown(taken["names"]), "not installable here", None, None))
+        return
+    for what, ours in (("import", "names"), ("import, and use of a SQLite mailbox", "used")):
+        for other, theirs in (("import", "saq"), ("import, and making of a queue", "saq queue")):
+            goal = 0.6 if (ours, theirs) == ("names", "saq queue") else None
             report(
-                Row(f"import mainspring / import {name}", f"{ours * 1e3:.1f} ms", "not installable here", None, None)
-            )
-            continue
-        theirs = import_time(python, name)
-        report(
-            Row(f"import mainspring / import {name}", f"{ours * 1e3:.1f} ms", f"{theirs * 1e3:.1f} ms", ours / theirs, 1.0,
-                at_most=True, note=f"{name} {version(python, name)}"),
-            Row(f"import of LoopGroup, MainLoop, open_mailbox / import {name}", f"{names * 1e3:.1f} ms",
-                f"{theirs * 1e3:.1f} ms", names / theirs, None, at_most=True,
-                note="mainspring imports at first use: this is what a service pays")
-        )  # fmt: skip
+                Row(f"{what} / SAQ's {other}", shown(taken[ours]), shown(taken[theirs]),
+                    paired_ratio(taken[ours], taken[theirs]), goal, at_most=True,
+                    note=f"saq {version(python, 'saq')}; {spread(taken[ours], taken[theirs])}")
+            )  # fmt: skip
 
 
 if __name__ == "__main__":
