@@ -42,6 +42,20 @@ async def test_an_event_is_stamped_by_the_clock_of_its_run_and_compared_without_
     assert first == second
 
 
+def test_events_of_one_kind_are_equal_if_their_fields_are():
+    lost = LeaseLost("loop", "m1")
+    assert lost == LeaseLost("loop", "m1")
+    assert hash(lost) == hash(LeaseLost("loop", "m1"))
+    assert lost != LeaseLost("loop", "m2")
+    assert lost != ("loop", "m1")
+    finished = ("loop", "m1", "r1", "retried", 0.5, 1)
+    assert MessageFinished(*finished) != events.MessageNotAcknowledged(*finished)
+
+
+def test_an_event_shows_its_fields_but_not_its_instant():
+    assert repr(LeaseLost("loop", "m1")) == "LeaseLost(loop='loop', message_id='m1')"
+
+
 def test_subscribers_are_told_in_the_order_in_which_they_subscribed():
     dispatcher, heard = Dispatcher(), []
     for name in "abc":

@@ -7,7 +7,7 @@ live objects, so that a subscriber can keep them.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mainspring.core.clock import utc_now
@@ -24,14 +24,29 @@ if TYPE_CHECKING:
 _log = Logger("mainspring")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Event:
-    """What every event has: ``at``, when it was made, an aware datetime in UTC. Events are compared without it."""
+    """What every event has: ``at``, when it was made, an aware datetime in UTC. Events are compared and shown without it.
+
+    All kinds share these methods: ``dataclass`` would compile its own for each kind, at every start of a program.
+    """
 
     at: datetime = field(default_factory=utc_now, kw_only=True, compare=False, repr=False)
 
+    def _facts(self) -> dict[str, Any]:
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.compare}
 
-@dataclass(frozen=True, slots=True)
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and self._facts() == other._facts()
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._facts().values()))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__qualname__}({', '.join(f'{name}={value!r}' for name, value in self._facts().items())})"
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class LoopStateChanged(Event):
     """A loop moved to another state; ``seconds`` is how long the old one lasted.
 
@@ -44,7 +59,7 @@ class LoopStateChanged(Event):
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class LoopCrashed(Event):
     """An exception came out of a loop itself (not out of a handler); ``restart_in`` is None where it stays down."""
 
@@ -53,7 +68,7 @@ class LoopCrashed(Event):
     restart_in: float | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class MessageStarted(Event):
     """A handler is about to run."""
 
@@ -64,7 +79,7 @@ class MessageStarted(Event):
     attempt: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class MessageFinished(Event):
     """A delivery ended. ``outcome``: acknowledged, retried, postponed (``Retry(charge=False)``, ``nack(charge=False)``),
     released, dead_lettered, kept (a dead letter that stays one), lost (the lease ran out), cancelled (by its id).
@@ -90,13 +105,13 @@ class MessageFinished(Event):
     queue_seconds: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class MessageNotAcknowledged(MessageFinished):
     """A delivery that ended in any other way than acknowledged: a kind of its own, so that who only cares for trouble can
     subscribe to it without the price of an event for each success."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class SettlementFailed(Event):
     """An outcome could not be written, and the message will come again when its lease ends."""
 
@@ -106,7 +121,7 @@ class SettlementFailed(Event):
     error: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class SettlementDelayed(Event):
     """An outcome could not be written yet, and is tried again. ``first``: of those since the loop last wrote one."""
 
@@ -118,7 +133,7 @@ class SettlementDelayed(Event):
     first: bool = True
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class SettlementRecovered(Event):
     """The mailbox of a loop takes outcomes again after ``failures`` that could not be written."""
 
@@ -126,7 +141,7 @@ class SettlementRecovered(Event):
     failures: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class LeaseRenewalFailed(Event):
     """A renewal failed and is tried again while the lease is still trusted for ``trusted_for`` seconds.
 
@@ -140,7 +155,7 @@ class LeaseRenewalFailed(Event):
     first: bool = True
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class LeaseRenewalRecovered(Event):
     """The mailbox of a loop answers again after ``failures`` failed renewals."""
 
@@ -148,7 +163,7 @@ class LeaseRenewalRecovered(Event):
     failures: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class LeaseLost(Event):
     """The lease of a running handler is gone; the handler is cancelled so that no two workers run one message."""
 
@@ -156,7 +171,7 @@ class LeaseLost(Event):
     message_id: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class ReceiveFailed(Event):
     """The mailbox could not be reached; the loop tries again in ``retry_in`` seconds and running handlers go on.
 
@@ -171,7 +186,7 @@ class ReceiveFailed(Event):
     first: bool = True
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class ReceiveRecovered(Event):
     """The mailbox answers again after ``failures`` failed receives."""
 
@@ -179,7 +194,7 @@ class ReceiveRecovered(Event):
     failures: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class HandlerStalled(Event):
     """A message gave no beat for the watchdog threshold; its handler is cancelled.
 
@@ -192,7 +207,7 @@ class HandlerStalled(Event):
     where: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class HandlerStuck(Event):
     """What was cancelled as stalled did not end within ``cancel_grace``; the process is about to be killed."""
 
@@ -202,7 +217,7 @@ class HandlerStuck(Event):
     where: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class ShutdownRequested(Event):
     """A shutdown began; ``reason`` says why (a signal's name, "drain", "all loops ended", a crash …)."""
 
@@ -210,7 +225,7 @@ class ShutdownRequested(Event):
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class GroupPaused(Event):
     """The loops of a group take no new work until it is resumed; ``reason`` says who asked for it."""
 
@@ -218,7 +233,7 @@ class GroupPaused(Event):
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class GroupResumed(Event):
     """The loops of a group take new work again."""
 
@@ -226,7 +241,7 @@ class GroupResumed(Event):
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class GroupStateChanged(Event):
     """A group moved on: start, running, each phase of its shutdown; ``seconds`` is how long the old one lasted."""
 
@@ -240,7 +255,7 @@ class GroupStateChanged(Event):
     """Seconds that this phase may take; None where it has no limit, or waits for nothing."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class GroupStopped(Event):
     """A group's run is over; ``report`` is the text of its ShutdownReport."""
 
@@ -249,7 +264,7 @@ class GroupStopped(Event):
     report: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class CheckChanged(Event):
     """A readiness check passes (``error`` is None) or fails, unlike before."""
 
@@ -258,7 +273,7 @@ class CheckChanged(Event):
     error: str | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class CalibrationWarning(Event):
     """Two timeouts of a group do not fit together; ``text`` says which and what would."""
 
