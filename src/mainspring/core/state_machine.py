@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from mainspring.errors import InvalidTransitionError
 
@@ -92,8 +91,7 @@ GROUP: Table[GroupState] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Transition(Generic[S]):
+class Transition(NamedTuple, Generic[S]):
     """One move of a state machine: ``seconds`` is how long the earlier state had lasted."""
 
     old: S

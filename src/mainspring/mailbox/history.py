@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import NamedTuple
 
 LAST = 10
 """The most failures that are kept: the latest ones."""
@@ -30,7 +31,7 @@ class Failure:
 def remember(history: str | None, attempt: int, error: str, error_type: str, at: float) -> str:
     """``history`` with the failure of attempt number ``attempt`` at ``at`` (POSIX seconds), and the silent ones before it."""
     known = _filled(_read(history), attempt)
-    return _written(replace(known, rows=[*known.rows, (attempt, error[:ERROR_SIZE], error_type, at)]))
+    return _written(known._replace(rows=[*known.rows, (attempt, error[:ERROR_SIZE], error_type, at)]))
 
 
 def silences(history: str | None, attempt: int) -> str:
@@ -61,8 +62,7 @@ def read_history(history: str | None) -> tuple[Failure, ...]:
 _Row = tuple[int, str, str, float | None]
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
+class _Known(NamedTuple):
     """A history, read. Its rows are of consecutive attempts; those up to number ``until`` have none (any more).
 
     ``crashes`` is how many of these ended with their worker: the number outlives the rows.
@@ -108,4 +108,4 @@ def _filled(known: _Known, attempt: int) -> _Known:
     if first > seen + 1:  # what was known before is further back than what is kept
         lost = sum(at is None for _, _, _, at in known.rows)
         return _Known(silent, first - 1, known.crashes + lost + first - 1 - seen)
-    return replace(known, rows=known.rows + silent)
+    return known._replace(rows=known.rows + silent)

@@ -9,8 +9,7 @@ import sys
 import threading
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn, Self, TextIO
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Self, TextIO
 
 import anyio
 
@@ -156,8 +155,7 @@ class BlockWatch:
 _new_lock = threading.RLock
 
 
-@dataclass(frozen=True, slots=True)
-class _Exit:
+class _Exit(NamedTuple):
     at: float
     status: int
     explain: Callable[[], str]

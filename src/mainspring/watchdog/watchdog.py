@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 
 import anyio
 
@@ -119,8 +119,7 @@ class Limits:
             raise ConfigError(f"watchdog: cancel_grace must be 0 or more seconds, not {self.cancel_grace!r}")
 
 
-@dataclass(frozen=True, slots=True)
-class Judgement(Generic[K]):
+class Judgement(NamedTuple, Generic[K]):
     """One look's result: whom to cancel, who did not end although cancelled, and when to look again."""
 
     cancel: tuple[K, ...]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from enum import IntEnum
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import anyio
 
@@ -239,15 +239,14 @@ Wrapper: TypeAlias = "Callable[[Message[Any, Any], Callable[[], Awaitable[Any]]]
 """What :meth:`MainLoop.wrap` takes."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerSettings:
+class WorkerSettings(NamedTuple):
     """How a worker handles messages; see :class:`~mainspring.worker.main_loop.MainLoop` for the meaning of each."""
 
     handler: str = ""
     concurrency: int = 1
-    retry: RetryPolicy = field(default_factory=RetryPolicy)
-    dead_letter: DeadLetterPolicy = field(default_factory=DeadLetterPolicy)
-    lease: LeasePolicy = field(default_factory=LeasePolicy)
+    retry: RetryPolicy = RetryPolicy()
+    dead_letter: DeadLetterPolicy = DeadLetterPolicy()
+    lease: LeasePolicy = LeasePolicy()
     handler_timeout: float | None = None
     wants_context: bool = False
     in_thread: bool = False
@@ -460,7 +459,7 @@ class HandlerRuns:
         settlement = decision.settlement
         if isinstance(settlement, Ack):  # a ReplyError
             reply = None if message.reply_to is None else replies.failure_reply(message, decision.error or error)
-            return replace(decision, settlement=Ack(reply))
+            return decision._replace(settlement=Ack(reply))
         if isinstance(settlement, Nack) and settlement.charge:
             return _with_history(decision, message._history_with(lone_error(error)))  # noqa: SLF001 - this package's own
         return decision
@@ -486,7 +485,7 @@ def _with_history(decision: Decision, history: str | None) -> Decision:
     """The decision with what the message's history is from now on."""
     if history is None or not isinstance(decision.settlement, Nack | Dead):
         return decision
-    return replace(decision, settlement=replace(decision.settlement, history=history))
+    return decision._replace(settlement=replace(decision.settlement, history=history))
 
 
 def _makes_way(delivery: Delivery, error: BaseException) -> bool:

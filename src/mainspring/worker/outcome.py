@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from mainspring.errors import ConfigError, InvalidParameterError, Reject, ReplyError, ReplyNotAvailableError, Retry
 from mainspring.mailbox.history import LEASE_EXPIRED, crashes_before, read_history
@@ -44,8 +43,7 @@ class Outcome(StrEnum):
     CANCELLED = "cancelled"
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(NamedTuple):
     """The settlement to write (None: nothing may be written any more) and what to call it."""
 
     outcome: Outcome
