@@ -13,11 +13,38 @@ HEAVY = [
     "anycorn", "anyio", "apsw", "asyncio", "fastapi", "multiprocessing", "prometheus_client", "pydantic",
     "pydantic_core", "pydantic_settings", "rich", "sqlite3", "starlette", "trio", "typer", "uvicorn", "uvloop", "yaml",
 ]  # fmt: skip
+FEATURES = [
+    # Ours that begin with a feature: HTTP, metrics and the status, the command line, kept state, pools, tests, another store.
+    "mainspring.cli", "mainspring.http", "mainspring.mailbox.memory", "mainspring.mailbox.nats", "mainspring.mailbox.postgres",
+    "mainspring.mailbox.redis", "mainspring.mailbox.tls", "mainspring.offload", "mainspring.state",
+    "mainspring.telemetry.metrics", "mainspring.telemetry.status", "mainspring.testing",
+    # Others' that they need.
+    "anycorn", "anyio.pytest_plugin", "fastapi", "hiredis", "http", "logging.config", "multiprocessing", "nats",
+    "prometheus_client", "psycopg", "pydantic_settings", "rich", "sqlite3", "starlette", "trio", "typer", "urllib.request",
+    "uvicorn", "uvloop", "xml", "yaml",
+]  # fmt: skip
+OF_A_MAILBOX = [
+    "apsw", "asyncio", "email", "importlib.metadata", "mainspring.mailbox.exact", "mainspring.mailbox.settings",
+    "mainspring.mailbox.sqlite", "pathlib", "pydantic", "pydantic_core", "shutil", "ssl", "tempfile", "urllib", "uuid",
+]  # fmt: skip
+"""What comes with the first mailbox or event loop, and not with the names."""
+NAMES = "from mainspring import LoopGroup, MainLoop, open_mailbox"
+USE = f"""{NAMES}
+import sys, anyio
+
+async def main():
+    async with open_mailbox("sqlite:///" + sys.argv[1]) as mailbox:
+        await mailbox.send("hello")
+        for message in await mailbox.receive():
+            await message.acknowledge()
+
+anyio.run(main)"""
 
 
-def loaded(code):
-    program = f"{code}\nimport sys; print(*(name for name in {HEAVY!r} if name in sys.modules))"
-    done = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, text=True, timeout=60, check=True)
+def loaded(code, *arguments, of=HEAVY):
+    program = f"{code}\nimport sys; print(*(name for name in {of!r} if name in sys.modules))"
+    command = [sys.executable, "-I", "-c", program, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     return set(done.stdout.split())
 
 
@@ -30,6 +57,18 @@ def test_the_core_names_import_nothing_that_only_some_need():
     """What a loop needs is anyio; pydantic comes with the first body type, apsw with the first file, and so on."""
     code = "from mainspring import MainLoop, LoopGroup, InMemoryMailbox, RetryPolicy, open_mailbox, ShutdownCoordinator"
     assert loaded(code) <= {"anyio", "asyncio"}
+
+
+def test_the_names_of_a_service_import_no_feature_and_nothing_of_a_mailbox():
+    assert loaded(NAMES, of=[*FEATURES, *OF_A_MAILBOX]) == set()
+
+
+@pytest.mark.slow
+def test_a_sqlite_mailbox_imports_no_feature(tmp_path):
+    assert loaded(USE, tmp_path / "jobs.db", of=[*FEATURES, "apsw", "mainspring.mailbox.sqlite"]) == {
+        "apsw",
+        "mainspring.mailbox.sqlite",
+    }
 
 
 def test_the_check_would_notice():

@@ -15,7 +15,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anyio.lowlevel import current_token
@@ -89,7 +88,8 @@ def _real_boot_time() -> float:
 
 def boot_id() -> str:
     """The kernel's random identity of this boot; a lease with another one belongs to a machine that has restarted."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return file.read().strip()
 
 
 def wall_clock() -> Callable[[], float]:

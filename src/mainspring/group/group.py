@@ -18,7 +18,6 @@ from mainspring.group.calibration import all_rules
 from mainspring.group.lifetime import Lifetime
 from mainspring.group.managed_loop import actors_of
 from mainspring.group.settings import GroupSettings, OnCrash
-from mainspring.group.status import status_at_rest, status_of
 from mainspring.runtime.scope import DaemonScope
 from mainspring.telemetry import logs
 from mainspring.threads.ticket import Ticket
@@ -394,6 +393,8 @@ class LoopGroup:
 
         :raises ConfigError: the group runs in another thread.
         """
+        from mainspring.group.status import status_at_rest, status_of
+
         if self._lifetime is None:
             return status_at_rest(self.name, self._crash)
         self._check_thread()

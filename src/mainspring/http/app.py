@@ -24,7 +24,7 @@ from mainspring.core.state_machine import GroupState
 from mainspring.errors import ControlRefusedError, LoopNotRunningError, TicketTimeoutError
 from mainspring.http.depths import DepthReader
 from mainspring.telemetry.metrics import GroupMetrics
-from mainspring.telemetry.status import plain
+from mainspring.telemetry.plain import plain
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence

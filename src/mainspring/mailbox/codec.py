@@ -13,7 +13,6 @@ from types import NoneType, UnionType
 from typing import Any, NotRequired, Required, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 from mainspring.errors import ConfigError, SerializationError, describe
-from mainspring.mailbox.exact import Comparison, exactness
 
 MAX_DEPTH = 200
 """How deep lists and objects may be nested: pydantic reads no deeper, though it writes somewhat deeper."""
@@ -47,6 +46,8 @@ class Codec:
     ) -> None:
         from pydantic import BaseModel, PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
         from pydantic_core import PydanticSerializationError
+
+        from mainspring.mailbox.exact import exactness
 
         self.body_type: Any = Any if body_type is None else body_type
         try:
@@ -184,7 +185,7 @@ class Codec:
             raise self._lost(body, f"reading it back fails: {self._reason(error)}") from error
         if self._exact.by_equality and (back is body or back == body):
             return
-        comparison = Comparison(exactly=not self._exact.by_equality)
+        comparison = self._exact.comparison()
         found = comparison.difference(body, back)
         if found is None and comparison.undecided and self._dump(back) != raw:
             found = f"{comparison.undecided[0]} would come back as another one"

@@ -69,6 +69,10 @@ class Exactness(NamedTuple):
     excludes: bool
     """It has fields that are not written (``exclude=True``)."""
 
+    def comparison(self) -> Comparison:
+        """Return a new comparison of one value of the type."""
+        return Comparison(exactly=not self.by_equality)
+
 
 def exactness(schema: Mapping[str, Any]) -> Exactness:
     """What the core schema of a type says of it."""

@@ -30,7 +30,7 @@ from mainspring.core.state_machine import GroupState, ServiceState
 from mainspring.core.tracebacks import where_raised
 from mainspring.errors import ConfigError
 from mainspring.redaction import one_line
-from mainspring.telemetry.status import plain
+from mainspring.telemetry.plain import plain
 from mainspring.validation import counted
 
 if TYPE_CHECKING:

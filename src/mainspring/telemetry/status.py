@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
-from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from mainspring.core.state_machine import GroupState, ServiceState
 
 
@@ -79,20 +78,3 @@ class MailboxStatus:
     error: str | None = None
     queue_age: float | None = None
     """Seconds since the send of its oldest pending message (see ``Counts.queue_age``); None where it is not known."""
-
-
-def plain(value: Any) -> Any:
-    """Return ``value`` as JSON holds it: dataclasses as objects, seconds and dates to the millisecond, infinity as null."""
-    if is_dataclass(value):
-        return {item.name: plain(getattr(value, item.name)) for item in fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    if isinstance(value, datetime):
-        return value.isoformat(timespec="milliseconds")
-    if isinstance(value, float):
-        return round(value, 3) if math.isfinite(value) else None
-    if value is None or isinstance(value, (bool, int)):
-        return value
-    return str(value)

@@ -8,10 +8,8 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from mainspring.core import process
@@ -143,7 +141,8 @@ def _signals_in_use() -> int:
     """What the kernel knows of this process: unlike ``signal.getsignal`` it has the handlers set from C as well."""
     in_use = 0
     try:
-        status = Path("/proc/self/status").read_text(encoding="utf-8", errors="replace")
+        with open("/proc/self/status", encoding="utf-8", errors="replace") as file:
+            status = file.read()
     except OSError:
         return sum(1 << (n - 1) for n in signal.valid_signals() if signal.getsignal(n) is not signal.SIG_DFL)
     for line in status.splitlines():
@@ -259,5 +258,7 @@ def _nameless_file() -> int:
             return os.memfd_create("mainspring-board")
         except OSError:
             pass
-    with tempfile.TemporaryFile() as file:
+    from tempfile import TemporaryFile
+
+    with TemporaryFile() as file:
         return os.dup(file.fileno())

@@ -6,19 +6,18 @@ import inspect
 import threading
 import typing
 from collections.abc import Awaitable, Coroutine
-from dataclasses import dataclass
 from types import SimpleNamespace, UnionType
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 from mainspring.core.introspection import check_runs, code_of, instead_of, is_async, name_of
 from mainspring.core.process import end_returned_child, identity
 from mainspring.errors import ConfigError, OffloadPickleError
-from mainspring.offload.pool import OffloadPool
 from mainspring.worker.context import Context
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from mainspring.offload.pool import OffloadPool
     from mainspring.worker.delivery import Delivery
 
 T = TypeVar("T")
@@ -33,8 +32,7 @@ _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _CONTEXT_NAMES = ("ctx", "context")
 
 
-@dataclass(frozen=True, slots=True)
-class Handler:
+class Handler(NamedTuple):
     """A user's handler, looked at once: ``body_type`` and ``reply_type`` are None where it does not say."""
 
     fn: Callable[..., Any]
@@ -56,6 +54,8 @@ class Handler:
                 f"handler {self.name} is async and runs on the event loop; leave out offload=, or make it a plain `def`"
                 " (an async handler offloads a part of its work by `await pool.run(...)`)"
             )
+        from mainspring.offload.pool import OffloadPool
+
         if isinstance(offload, OffloadPool):
             pool = offload
         elif offload in (None, "thread", "process"):
