@@ -12,8 +12,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from mailbox_model import Model, Record
 from mainspring.errors import MailboxFullError, ReceiptHandleExpiredError
-from mainspring.mailbox.memory.queue import MemoryQueue, QueuedMessage
-from mainspring.mailbox.message import ClaimedMessage, Dead, Nack
+from mainspring.mailbox.memory.queue import MemoryQueue
+from mainspring.mailbox.message import ClaimedMessage, Dead, Envelope, Nack
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,15 +51,15 @@ class QueueMachine(RuleBasedStateMachine):
     def send(self, priority: int, delay: float, key: str | None, expires_in: float) -> None:
         now = self.tick()
         identity = f"m{self.sent}"
-        entry = QueuedMessage(identity, "body", 0.0, None, {}, priority, key, now + expires_in)
+        envelope = Envelope(identity, "body", delay, None, key, priority, {}, expires_in)
         record = Record(identity, None, priority, key, now + expires_in)
         try:
             expected = self.model.send([record], now, delay)
         except MailboxFullError:
             with pytest.raises(MailboxFullError):
-                self.queue.put(entry, now, delay)
+                self.queue.put(envelope, now)
         else:
-            assert [self.queue.put(entry, now, delay)] == expected
+            assert [self.queue.put(envelope, now)] == expected
 
     @rule(target=deliveries, most=st.integers(1, 4), lease=st.sampled_from([0.0, 2.5, 7.75, 30.375]))
     def receive(self, most: int, lease: float) -> object:
@@ -85,7 +85,12 @@ class QueueMachine(RuleBasedStateMachine):
     def acknowledge(self, delivery: ClaimedMessage) -> None:
         now = self.tick()
         receipt = delivery.receipt_handle
-        self.both(lambda: self.queue.acknowledge(delivery, now), lambda: self.model.acknowledge(receipt, now))
+
+        def theirs() -> None:
+            for error in self.queue.acknowledge([delivery], now).values():
+                raise error
+
+        self.both(theirs, lambda: self.model.acknowledge(receipt, now))
 
     @rule(delivery=deliveries, how=st.sampled_from([Nack(), Nack(2.5), Nack(charge=False), Nack(0, False, True)]))
     def give_back(self, delivery: ClaimedMessage, how: Nack) -> None:

@@ -16,10 +16,10 @@ from anyio.lowlevel import current_token
 from typing_extensions import TypeVar
 
 from mainspring.core import clock, process, random
-from mainspring.errors import ConfigError, MailboxClosedError, ReceiptHandleExpiredError, ReplyNotAvailableError
+from mainspring.errors import ConfigError, MailboxClosedError, ReplyNotAvailableError
 from mainspring.mailbox.backend import TRANSIENT, Backend, Capabilities, MailboxStatistics
 from mainspring.mailbox.mailbox import Mailbox
-from mainspring.mailbox.memory.queue import MemoryQueue, QueuedMessage
+from mainspring.mailbox.memory.queue import MemoryQueue
 from mainspring.mailbox.message import Ack, CancelOutcome, Nack
 from mainspring.runtime.interval import Periodic
 from mainspring.validation import counted
@@ -138,6 +138,8 @@ class MemoryBackend(Backend):
         self._store = self._named.enter(name, capacity)
         self._store.members.add(self)
         self._reaper: Periodic | None = None
+        self._opened: MemoryStore | None = None
+        """The store while the mailbox is open: then :class:`Mailbox` has seen that the event loop is the right one."""
         self._is_closed = False
         self._sends = 0
         self._closings = 0
@@ -171,7 +173,7 @@ class MemoryBackend(Backend):
     # --------------------------------------------------------------------------------------------------- life cycle
 
     async def open(self, scope: DaemonScope) -> None:
-        store = self._here()
+        store = self._opened = self._here()
         self._is_closed = False
         self._reaper = reaper = Periodic(store.reap, first=store.queue.next_due())
         store.reapers.append(reaper)
@@ -185,6 +187,7 @@ class MemoryBackend(Backend):
 
     def stop_claims(self) -> None:
         self._is_closed = True
+        self._opened = None
         self._closings += 1
         self._store.waker.wake_all()  # also who waits through another object: it may have to watch the time now
 
@@ -196,7 +199,7 @@ class MemoryBackend(Backend):
         So that one who sends without end does not keep the event loop to itself, every 32nd send lets the other tasks have a
         turn first; where there is a capacity, every one does.
         """
-        store = self._here()
+        store = self._opened or self._here()
         self._sends += 1
         if self._sends % YIELD_EVERY and store.queue.capacity is None:
             await store.checkpoint_if_cancelled()
@@ -245,7 +248,8 @@ class MemoryBackend(Backend):
         if type(settlement) is Ack:
             if settlement.reply is not None:
                 self._send_reply_to(store, delivery, settlement.reply, now)
-            queue.acknowledge(delivery, now)
+            for error in queue.acknowledge([delivery], now).values():
+                raise error
         elif type(settlement) is Nack:
             queue.nack(delivery, now, settlement)
             store.changed()
@@ -257,14 +261,7 @@ class MemoryBackend(Backend):
 
     async def acknowledge_many(self, deliveries: list[ClaimedMessage]) -> dict[int, Exception]:
         store = self._here()
-        now = store.clock()
-        refused: dict[int, Exception] = {}
-        for number, delivery in enumerate(deliveries):
-            try:
-                store.queue.acknowledge(delivery, now)
-            except ReceiptHandleExpiredError as error:
-                refused[number] = error
-        return refused
+        return store.queue.acknowledge(deliveries, store.clock())
 
     def _send_reply_to(self, store: MemoryStore, delivery: ClaimedMessage, reply: Envelope, now: float) -> None:
         """Put a reply into the queue that it is for, while the lease is held."""
@@ -424,19 +421,14 @@ class MemoryStore:
 
     def put(self, envelopes: list[Envelope]) -> list[str]:
         """Store messages, all or none."""
-        queue = self.queue
-        now, wall = self.clock(), queue.wall()
-        entries = []
-        for e in envelopes:
-            ends = math.inf if e.expires_in is None else now + e.expires_in
-            entry = QueuedMessage(e.message_id, e.body, wall, e.reply_to, e.headers, e.priority, e.dedup_key, ends)
-            if len(envelopes) > 1:
-                entries.append((entry, e.delay))
-        ids = queue.put_all(entries, now) if entries else [queue.put(entry, now, e.delay)]
+        queue, now = self.queue, self.clock()
+        ids = [queue.put(envelopes[0], now)] if len(envelopes) == 1 else queue.put_all(envelopes, now)
         if queue.pending and self.waker.waiting:
             self.waker.wake_one()
-        if e.delay or e.expires_in is not None:
-            self.arm()
+        for envelope in envelopes:
+            if envelope.delay or envelope.expires_in is not None:
+                self.arm()
+                break
         return ids
 
     def changed(self) -> None:

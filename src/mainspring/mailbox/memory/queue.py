@@ -7,16 +7,16 @@ from bisect import insort
 from collections import deque
 from heapq import heapify, heappop, heappush
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from mainspring.errors import ReceiptHandleExpiredError
 from mainspring.mailbox.limits import full
 from mainspring.mailbox.message import EXPIRED, UNKNOWN, Cancelled, CancelOutcome, ClaimedMessage, Counts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator
 
-    from mainspring.mailbox.message import Dead, Nack
+    from mainspring.mailbox.message import Dead, Envelope, Nack
 
 
 DELAYED: Final = 0
@@ -31,46 +31,40 @@ class QueuedMessage(ClaimedMessage):
     """One stay of a message in the queue: from when it begins to wait until its delivery ends.
 
     A claim hands out the entry itself as the delivery; a message that comes back does so as a new entry, so that the old one
-    stays what its holder knew. ``kind`` is the type under which the body was checked, or :data:`JSON`. ``attempt`` counts
-    the attempt to come.
+    stays what its holder knew. ``attempt`` counts the attempt to come. ``place``, ``order`` and ``lease_until`` are there from
+    when it has been put, has waited and is leased.
     """
+
+    priority: int
+    dedup_key: str | None
+    lease_until: float
+    order: int
+    place: int
 
     __slots__ = ("dedup_key", "expires_at", "lease_until", "order", "place", "priority", "timer")
 
-    def __init__(
-        self,
-        message_id: str,
-        body: Any,
-        enqueued_at: float,
-        reply_to: str | None = None,
-        headers: Mapping[str, str] | None = None,
-        priority: int = 0,
-        dedup_key: str | None = None,
-        expires_at: float = math.inf,
-    ) -> None:
-        self.message_id = message_id
-        self.body = body
+    def __init__(self, sent: Envelope | QueuedMessage, enqueued_at: float, expires_at: float = math.inf) -> None:
+        self.message_id = sent.message_id
+        self.body = sent.body
         self.receipt_handle = ""
         self.delivery_count = 0
         self.attempt = 1
         self.enqueued_at = enqueued_at
         self.first_received_at = 0.0
-        self.reply_to = reply_to
-        self.headers = {} if headers is None else headers
+        self.reply_to = sent.reply_to
+        self.headers = sent.headers
         self.checkpoint = None
         self.leased_at = None
         self.history = None
-        self.priority = priority
-        self.dedup_key = dedup_key
+        self.priority = sent.priority
+        self.dedup_key = sent.dedup_key
         self.expires_at = expires_at
-        self.lease_until = 0.0
-        self.order = 0
-        self.place: int = GONE
         self.timer = 0
 
     def again(self, *, charge: bool) -> QueuedMessage:
         """Its next stay, after this delivery came to nothing."""
-        entry = self._copy(self.expires_at)
+        entry = QueuedMessage(self, self.enqueued_at, self.expires_at)
+        entry.checkpoint = self.checkpoint
         entry.delivery_count = self.delivery_count
         entry.attempt = self.attempt + 1 if charge else self.attempt
         entry.first_received_at = self.first_received_at
@@ -80,19 +74,7 @@ class QueuedMessage(ClaimedMessage):
 
     def anew(self) -> QueuedMessage:
         """Its next stay as a dead letter that is tried again: fresh counts, no history, no time by which it must be done."""
-        return self._copy(math.inf)
-
-    def _copy(self, expires_at: float) -> QueuedMessage:
-        entry = QueuedMessage(
-            self.message_id,
-            self.body,
-            self.enqueued_at,
-            self.reply_to,
-            self.headers,
-            self.priority,
-            self.dedup_key,
-            expires_at,
-        )
+        entry = QueuedMessage(self, self.enqueued_at)
         entry.checkpoint = self.checkpoint
         return entry
 
@@ -113,7 +95,7 @@ class PriorityQueue:
     def take(self, most: int, into: list[QueuedMessage]) -> bool:
         """Move the first into ``into`` until that holds ``most``; return True if the queue is empty now."""
         front, tail = self.front, self.tail
-        while (front or tail) and len(into) < most:
+        while len(into) < most and (tail or front):
             entry = heappop(front)[1] if front else tail.popleft()
             if entry.place == PENDING:
                 into.append(entry)
@@ -211,10 +193,11 @@ class Timers:
         heappush(self.heap, (until, self._serial, receipts))
         self._weight += len(receipts)
 
-    def end_lease(self, receipt: str) -> None:
-        """The delivery under ``receipt`` has ended."""
-        del self.in_flight[receipt]
-        self._stale += 1
+    def end_leases(self, receipts: list[str]) -> None:
+        """The deliveries under ``receipts`` have ended."""
+        for receipt in receipts:
+            del self.in_flight[receipt]
+        self._stale += len(receipts)
         if self._stale >= self._sweep_at:
             self._sweep()
 
@@ -269,6 +252,13 @@ class Timers:
         self._weight = self._stale = 0
 
 
+def _lease_over(delivery: ClaimedMessage) -> ReceiptHandleExpiredError:
+    return ReceiptHandleExpiredError(
+        f"message {delivery.message_id}: the lease of delivery {delivery.delivery_count} is over; the message has"
+        " gone back to the queue, or another delivery or a purge ended it"
+    )
+
+
 class MemoryQueue:
     """Messages in memory, each in exactly one place: delayed, pending, in flight, settled or dead."""
 
@@ -298,33 +288,35 @@ class MemoryQueue:
         """All that is still to be done."""
         return self.pending + self.delayed + len(self._in_flight)
 
-    def put(self, entry: QueuedMessage, now: float, delay: float) -> str:
-        """Let ``entry`` wait, after ``delay`` seconds; its id, or that of an unfinished one with its ``dedup_key``."""
-        if self.heap and self.heap[0][0] <= now:
+    def put(self, envelope: Envelope, now: float) -> str:
+        """Let a message wait; its id, or that of an unfinished one with its ``dedup_key``."""
+        heap = self.heap
+        if heap and heap[0][0] <= now:
             self.advance(now)
-        if entry.dedup_key is not None or self.capacity is not None:
-            found = self._keys.get(entry.dedup_key) if entry.dedup_key is not None else None
+        key = envelope.dedup_key
+        if key is not None or self.capacity is not None:
+            found = self._keys.get(key) if key is not None else None
             if found is not None:
                 return found
             self._check_room(1)
-            if entry.dedup_key is not None:
-                self._keys[entry.dedup_key] = entry.message_id
-        if delay or entry.expires_at <= now:
-            self._place(entry, now, delay)
+            if key is not None:
+                self._keys[key] = envelope.message_id
+        if envelope.expires_in is None and not envelope.delay:
+            self._append(QueuedMessage(envelope, self.wall()))
         else:
-            self._append(entry)
-        return entry.message_id
+            expires_at = math.inf if envelope.expires_in is None else now + envelope.expires_in
+            self._place(QueuedMessage(envelope, self.wall(), expires_at), now, envelope.delay)
+        return envelope.message_id
 
-    def put_all(self, entries: Iterable[tuple[QueuedMessage, float]], now: float) -> list[str]:
-        """:meth:`put` all of ``(entry, delay)``, or (where there is no room) none."""
+    def put_all(self, envelopes: list[Envelope], now: float) -> list[str]:
+        """:meth:`put` all of them, or (where there is no room) none."""
         if self.heap and self.heap[0][0] <= now:
             self.advance(now)
-        batch = list(entries)
-        if self.capacity is not None and len(batch) > 1:
-            keys = {entry.dedup_key for entry, _ in batch if entry.dedup_key is not None}
-            unkeyed = sum(entry.dedup_key is None for entry, _ in batch)
+        if self.capacity is not None:
+            keys = {envelope.dedup_key for envelope in envelopes if envelope.dedup_key is not None}
+            unkeyed = sum(envelope.dedup_key is None for envelope in envelopes)
             self._check_room(unkeyed + len(keys - self._keys.keys()))
-        return [self.put(entry, now, delay) for entry, delay in batch]
+        return [self.put(envelope, now) for envelope in envelopes]
 
     def _check_room(self, more: int) -> None:
         if self.capacity is not None and more and self.waiting + more > self.capacity:
@@ -404,22 +396,29 @@ class MemoryQueue:
         """The entry of a delivery whose lease is held; raises :class:`ReceiptHandleExpiredError` for any other."""
         entry = self._in_flight.get(delivery.receipt_handle)
         if entry is None or entry.lease_until <= now:
-            raise ReceiptHandleExpiredError(
-                f"message {delivery.message_id}: the lease of delivery {delivery.delivery_count} is over; the message has"
-                " gone back to the queue, or another delivery or a purge ended it"
-            )
+            raise _lease_over(delivery)
         return entry
 
-    def acknowledge(self, delivery: ClaimedMessage, now: float) -> None:
-        """Done: it leaves the queue."""
-        entry = self.leased(delivery, now)
-        entry.place = GONE
-        self._timers.end_lease(entry.receipt_handle)
-        if entry.dedup_key is not None:
-            self._free_key(entry)
-        if self._ids is not None:
-            self._ids.pop(entry.message_id, None)
-        self.settled += 1
+    def acknowledge(self, deliveries: Iterable[ClaimedMessage], now: float) -> dict[int, Exception]:
+        """Done: they leave the queue. Return the errors of those whose leases are over, by their numbers."""
+        in_flight = self._in_flight
+        refused: dict[int, Exception] = {}
+        done: list[str] = []
+        for number, delivery in enumerate(deliveries):
+            receipt = delivery.receipt_handle
+            entry = in_flight.get(receipt)
+            if entry is None or entry.lease_until <= now:
+                refused[number] = _lease_over(delivery)
+                continue
+            entry.place = GONE
+            done.append(receipt)
+            if entry.dedup_key is not None:
+                self._free_key(entry)
+            if self._ids is not None:
+                self._ids.pop(entry.message_id, None)
+        self._timers.end_leases(done)
+        self.settled += len(done)
+        return refused
 
     def nack(self, delivery: ClaimedMessage, now: float, how: Nack) -> None:
         """Return it to those that wait."""
@@ -443,7 +442,7 @@ class MemoryQueue:
 
     def _end_lease(self, entry: QueuedMessage) -> None:
         entry.place = GONE
-        self._timers.end_lease(entry.receipt_handle)
+        self._timers.end_leases([entry.receipt_handle])
 
     def _dead_letter(self, entry: QueuedMessage, why: Dead, at: float) -> None:
         entry.place = GONE
