@@ -24,6 +24,16 @@ class NotJsonError(SerializationError):
     """The stored bytes are no JSON at all: no worker of any version will understand them."""
 
 
+class Unserialized:
+    """A body that a mailbox which does not serialise hands over, and the type under which it was checked."""
+
+    __slots__ = ("body", "body_type")
+
+    def __init__(self, body: Any, body_type: Any) -> None:
+        self.body = body
+        self.body_type = body_type
+
+
 class Codec:
     """Encodes, decodes and checks bodies of one type (``Any``: whatever JSON can say).
 
@@ -93,6 +103,12 @@ class Codec:
 
     def _of(self, body: Any) -> str:
         return f"{self._what} of type {type_name(type(body))}"
+
+    def unserialized(self, body: Any) -> Unserialized:
+        """``body`` itself for a store that keeps objects; raises :class:`SerializationError` as :meth:`check` does."""
+        if type(body) is not self._plain:
+            self.check(body)
+        return Unserialized(body, self.body_type)
 
     def check(self, body: Any) -> None:
         """Raise :class:`SerializationError` unless ``body`` is of the type, as it is."""
@@ -205,11 +221,15 @@ class Codec:
             )
         return SerializationError(f"{self._of(body)} would not come back as it is: {found}; {advice}")
 
-    def decode(self, raw: bytes) -> Any:
-        """The body that ``raw`` holds.
+    def decode(self, raw: bytes | Unserialized) -> Any:
+        """The body that ``raw`` holds: JSON, or an object, which is checked if it was sent under another type.
 
         Raises :class:`NotJsonError` where it is no JSON, and :class:`SerializationError` where its shape is not the type's.
         """
+        if type(raw) is Unserialized:
+            if raw.body_type is not self.body_type:
+                self.check(raw.body)
+            return raw.body
         try:
             return self._load(raw)
         except self._invalid as error:

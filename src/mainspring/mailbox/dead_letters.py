@@ -17,9 +17,10 @@ from pydantic_core import from_json, to_json
 
 from mainspring.errors import ConfigError, InvalidParameterError, MainspringError
 from mainspring.mailbox.backend import Backend
+from mainspring.mailbox.codec import Unserialized
 from mainspring.mailbox.limits import CLOSE_TIMEOUT
 from mainspring.mailbox.mailbox import Mailbox
-from mainspring.mailbox.message import Ack, ClaimedMessage, Counts, Dead, DeadLetter, Envelope, Nack, Unserialized
+from mainspring.mailbox.message import Ack, ClaimedMessage, Counts, Dead, DeadLetter, Envelope, Nack
 from mainspring.mailbox.ownership import open_in
 from mainspring.runtime.deadline import without_deadline
 from mainspring.runtime.interval import Periodic

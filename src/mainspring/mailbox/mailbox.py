@@ -54,7 +54,6 @@ from mainspring.mailbox.message import (
     Message,
     MessageIds,
     Settlement,
-    Unserialized,
     acknowledge_together,
 )
 from mainspring.mailbox.requests import REPLY_ERRORS, WITHDRAWAL_TIMEOUT, PendingReply, cancelled_error
@@ -328,19 +327,11 @@ class Mailbox(Generic[T, R]):
 
     def _encode(self, codec: Codec, body: Any) -> Any:
         """``body``, checked, in the form in which the backend keeps it."""
-        if self.serializes:
-            return codec.encode(body)
-        codec.check(body)
-        return Unserialized(body, codec.body_type)
+        return codec.encode(body) if self.serializes else codec.unserialized(body)
 
     def body_of(self, delivery: ClaimedMessage) -> Any:
         """The decoded body of a delivery; :class:`SerializationError` where it does not fit the type."""
-        stored, codec = delivery.body, self._codec or self.codec
-        if type(stored) is not Unserialized:
-            return codec.decode(stored)
-        if stored.body_type is not codec.body_type:  # sent under another type than this mailbox has now
-            codec.check(stored.body)
-        return stored.body
+        return (self._codec or self.codec).decode(delivery.body)
 
     # -------------------------------------------------------------------------------------------------------- sending
 
@@ -395,7 +386,7 @@ class Mailbox(Generic[T, R]):
             if self._thread != get_ident():
                 self._check_open()
             codec = self._codec or self.codec
-            payload = codec.encode(body) if self.serializes else self._encode(codec, body)
+            payload = codec.encode(body) if self.serializes else codec.unserialized(body)
             envelope = Envelope(self._ids.next(), payload)
         else:
             envelope = self._envelope(body, delay, at, reply_to, dedup_key, priority, headers, expires_in)
@@ -426,7 +417,8 @@ class Mailbox(Generic[T, R]):
         check_send(delay, None, priority, headers, expires_in)
         address = reply_address(reply_to)
         delay, given = float(delay), dict(headers or {})
-        encode = (self._codec or self.codec).encode if self.serializes else partial(self._encode, self.codec)
+        codec = self._codec or self.codec
+        encode = codec.encode if self.serializes else codec.unserialized
         payloads = [encode(body) for body in bodies]
         if not payloads:
             return []
@@ -576,11 +568,12 @@ class Mailbox(Generic[T, R]):
             deliveries = await self.backend.claim(max_messages, visibility_timeout, wait)
             if not deliveries:
                 return []
+            decode = (self._codec or self.codec).decode
             messages: list[Message[T, R]] = []
             undecodable: list[tuple[ClaimedMessage, Dead]] = []
             for delivery in deliveries:
                 try:
-                    messages.append(Message(self, delivery, self.body_of(delivery)))
+                    messages.append(Message(self, delivery, decode(delivery.body)))
                 except NotJsonError as error:
                     undecodable.append((delivery, Dead.of(error)))
                 except SerializationError:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
+from itertools import count
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias
 
 from typing_extensions import TypeVar
 
 from mainspring.core import clock, random
-from mainspring.core.process import identity
+from mainspring.core.process import on_fork
 from mainspring.errors import MessageSettledError, ReplyNotAvailableError, copied, reason_of
+from mainspring.mailbox.codec import Unserialized
 from mainspring.mailbox.history import Failure, crashes_before, read_history, remember, silences
 from mainspring.mailbox.limits import check_seconds
 from mainspring.validation import MAX_DELAY, Seconds, as_seconds
@@ -20,21 +22,10 @@ from mainspring.validation import MAX_DELAY, Seconds, as_seconds
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-    from mainspring.core.process import Identity
     from mainspring.mailbox.mailbox import Mailbox
 
 T = TypeVar("T", default=Any)
 R = TypeVar("R", default=Any)
-
-
-class Unserialized:
-    """A body that a mailbox which does not serialise hands over, and the type under which it was checked."""
-
-    __slots__ = ("body", "body_type")
-
-    def __init__(self, body: Any, body_type: Any) -> None:
-        self.body = body
-        self.body_type = body_type
 
 
 @dataclass(slots=True)
@@ -490,24 +481,22 @@ class MessageIds:
     A forked child has a prefix of its own: else its next id were that of its parent's next one, and its brothers'.
     """
 
-    __slots__ = ("_count", "_prefix", "_process")
+    __slots__ = ("__weakref__", "next")
+
+    next: Callable[[], str]
+    """Return a new id."""
 
     def __init__(self) -> None:
-        self._prefix = ""
-        self._count = 0
-        self._process: Identity | None = None
+        self._forget()
+        on_fork(self, MessageIds._forget)
 
-    def next(self) -> str:
-        """A new id."""
-        process = self._process
-        if process is None or not process.here:
-            self._prefix, self._process = random.token(64), identity()
-        self._count += 1
-        return f"{self._prefix}{self._count:08x}"
+    def _forget(self) -> None:
+        self.next = self._first
 
-    def take(self, count: int) -> list[str]:
-        """As many new ids, at least one, in order."""
-        one = self.next()  # which also makes the prefix
-        first, prefix = self._count + 1, self._prefix
-        self._count += count - 1
-        return [one, *map(f"{prefix}%08x".__mod__, range(first, first + count - 1))]
+    def _first(self) -> str:
+        self.next = map(f"{random.token(64)}%08x".__mod__, count(1)).__next__
+        return self.next()
+
+    def take(self, many: int) -> list[str]:
+        """As many new ids, in order."""
+        return [self.next() for _ in range(many)]

@@ -24,9 +24,10 @@ from mainspring.errors import (
     ReplyNotAvailableError,
 )
 from mainspring.mailbox.backend import TRANSIENT
+from mainspring.mailbox.codec import Unserialized
 from mainspring.mailbox.history import remember
 from mainspring.mailbox.limits import is_name
-from mainspring.mailbox.message import Ack, Dead, Envelope, Unserialized
+from mainspring.mailbox.message import Ack, Dead, Envelope
 from mainspring.mailbox.open import open_mailbox
 from mainspring.mailbox.requests import CANCELLED, REPLY_ERRORS, Requester
 from mainspring.mailbox.sync import HostLoop
