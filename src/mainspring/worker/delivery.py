@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from enum import IntEnum
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -67,8 +66,11 @@ class Clocks:
         self.utc_now = utc_clock()
 
 
-class Phase(IntEnum):
-    """Where a run is; only a run that is being handled can be cancelled."""
+class Phase:
+    """Where a delivery is; only one that is being handled can be cancelled.
+
+    Plain numbers: before Python 3.12 each mention of an enum's member costs 0.07 us, and a delivery passes all of them.
+    """
 
     WAITING = 0
     HANDLING = 1
@@ -80,7 +82,7 @@ class Phase(IntEnum):
 class Delivery:
     """A delivery with its lease and its signs of life. The watchdog sees it as one of its subjects."""
 
-    phase = Phase.WAITING
+    phase: int = Phase.WAITING
     cause: Cause | None = None
     """Why the engine cancelled its handler."""
     error: BaseException | None = None
@@ -89,9 +91,7 @@ class Delivery:
     scope: anyio.CancelScope | None = None
     coroutine: Any = None
     thread_id: int | None = None
-    deadline: float | None = None
     due: Deadline | None = None
-    lost = False
     revoked = False
     waits = False
     """Whether it waits for a worker of its pool: its handler has not begun."""
@@ -120,6 +120,8 @@ class Delivery:
         self.renewed_at = now if leased_at is None else leased_at
         self.trusted_until = self.renewed_at + lease_seconds
         self.renew_at = math.inf
+        self.deadline: float | None = None
+        self.lost = False
         self.started = self.last_beat = now
         self._clock = clock
         self._heartbeat = heartbeat
@@ -159,7 +161,7 @@ class Delivery:
 
     def where(self) -> str:
         """The line it stands on: of its coroutine, or of its thread where it runs in one; or that it is being settled."""
-        if self.phase is Phase.SETTLING:
+        if self.phase == Phase.SETTLING:
             return f"the settlement of message {self.message_id}: its mailbox has not answered"
         return where_thread(self.thread_id) if self.thread_id is not None else where(self.coroutine)
 
@@ -197,7 +199,7 @@ class Delivery:
 
     def cancel(self, cause: Cause) -> bool:
         """Cancel the handler. True if it ran and had not been cancelled before."""
-        if self.phase is not Phase.HANDLING or self.cause is not None or self.scope is None:
+        if self.phase != Phase.HANDLING or self.cause is not None or self.scope is None:
             return False
         self.cause = cause
         self.scope.cancel()
@@ -223,7 +225,7 @@ class Delivery:
 
     def give_up_settling(self) -> None:
         """Stop waiting for a settlement that hangs; the message comes again when its lease ends."""
-        if self.phase is Phase.SETTLING and self.scope is not None:
+        if self.phase == Phase.SETTLING and self.scope is not None:
             self.scope.cancel()
 
     def too_late(self, due: Deadline) -> DeadlineExceededError:
@@ -262,7 +264,6 @@ class HandlerRuns:
         call: Callable[..., Coroutine[Any, Any, Any]],
         settings: WorkerSettings,
         dispatcher: Dispatcher,
-        heartbeat: Heartbeat,
         clock: Callable[[], float],
         context: CallContext,
         wrappers: Sequence[Wrapper] = (),
@@ -282,7 +283,6 @@ class HandlerRuns:
         self._is_direct = not (settings.wants_context or settings.in_thread or wrappers)
         self._misfits = DeadLetterPolicy(settings.dead_letter.max_attempts)
         self._dispatcher = dispatcher
-        self._heartbeat = heartbeat
         self._clock = clock
         self._clocks = Clocks()
         self._process = identity()
@@ -295,7 +295,6 @@ class HandlerRuns:
         """
         now = self._clock()
         delivery.started = delivery.last_beat = now
-        self._heartbeat.beat()
         try:
             prepared = self._prepare(delivery, now)
         except Exception as error:  # whatever is wrong with one message, its neighbours are handled

@@ -102,7 +102,7 @@ class LeaseKeeper:
         now = anyio.current_time()
         due = now + SETTLE_TIMEOUT if self._deliveries else math.inf
         for delivery in list(self._deliveries):
-            if delivery.phase is Phase.SETTLING:
+            if delivery.phase == Phase.SETTLING:
                 limit = delivery.settling_since + SETTLE_TIMEOUT
                 if now >= limit:  # the very sum that is waited for: a difference may round to the other side of it
                     delivery.give_up_settling()
@@ -121,7 +121,7 @@ class LeaseKeeper:
         elif now >= delivery.trusted_until:
             self._lose(delivery)
         elif (
-            self._policy.renew == "on-beat" and delivery.phase is Phase.HANDLING and not self._has_beaten(delivery, now)
+            self._policy.renew == "on-beat" and delivery.phase == Phase.HANDLING and not self._has_beaten(delivery, now)
         ):
             # Look again soon, and let the lease run out if it stays so.
             delivery.renew_at = min(now + self._period / 4, delivery.trusted_until)
@@ -152,7 +152,7 @@ class LeaseKeeper:
 
     async def _renew_or_lose(self, delivery: Delivery) -> None:
         retries = Retries(initial=self._period / 16, maximum=self._period / 2)
-        while delivery.phase is not Phase.DONE:
+        while delivery.phase != Phase.DONE:
             began = anyio.current_time()
             if began >= delivery.trusted_until:
                 self._lose(delivery)
@@ -163,7 +163,7 @@ class LeaseKeeper:
                     with anyio.fail_after(min(self._period, delivery.trusted_until - began)):
                         await delivery.message.renew(self._visibility)
             except ReceiptHandleExpiredError:
-                if delivery.phase is Phase.HANDLING and delivery.message.is_settling:
+                if delivery.phase == Phase.HANDLING and delivery.message.is_settling:
                     # The settlement may be what has ended the lease, and tells soon.
                     delivery.renew_at = delivery.trusted_until
                     self._timer.wake_by(delivery.renew_at)

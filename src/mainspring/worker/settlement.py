@@ -263,10 +263,9 @@ class Completion:
     async def acknowledge(self, scope: anyio.CancelScope) -> None:
         """Acknowledge the deliveries in ``done`` in one call. ``scope``, in which this runs, is cancelled if the call hangs."""
         deliveries, self.done = self.done, []
-        now = self._clock()
+        now, settling = self._clock(), Phase.SETTLING
         for delivery in deliveries:
-            delivery.scope = scope
-            delivery.phase, delivery.settling_since = Phase.SETTLING, now
+            delivery.scope, delivery.phase, delivery.settling_since = scope, settling, now
         self._heartbeat.beat()
         if self._slots.ordered:
             self._slots.leave(len(deliveries))
@@ -288,7 +287,7 @@ class Completion:
                 for delivery in deliveries:
                     tasks.start_soon(self._settle_alone, delivery)
         finally:  # a task that is cancelled before it begins does nothing
-            unsettled = [delivery for delivery in deliveries if delivery.phase is not Phase.DONE]
+            unsettled = [delivery for delivery in deliveries if delivery.phase != Phase.DONE]
             self._cut_off(unsettled, DONE)
 
     async def _settle_alone(self, delivery: Delivery) -> None:
@@ -320,7 +319,7 @@ class Completion:
                         settler.written()
             self._left((delivery,), decision)
         except BaseException:
-            if delivery.phase is not Phase.DONE:
+            if delivery.phase != Phase.DONE:
                 self._cut_off((delivery,), decision)
             raise
         finally:
@@ -337,8 +336,9 @@ class Completion:
         """They have ended so: free their slots, and count and tell them."""
         if not deliveries:
             return
+        done = Phase.DONE
         for delivery in deliveries:
-            delivery.phase = Phase.DONE
+            delivery.phase = done
         self._slots.left(deliveries)
         self._outcomes[decision.outcome] += len(deliveries)
         kind = MessageFinished if decision.outcome is Outcome.ACKNOWLEDGED else MessageNotAcknowledged

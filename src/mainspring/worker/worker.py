@@ -118,9 +118,7 @@ class Worker:
         )
         context = copy_context()
         context.run(_inside.set, self)
-        self._handler_runs = HandlerRuns(
-            name, mailbox, call, settings, dispatcher, heartbeat, self._clock, context, wrappers
-        )
+        self._handler_runs = HandlerRuns(name, mailbox, call, settings, dispatcher, self._clock, context, wrappers)
         self._completion = Completion(
             Settler(name, mailbox, dispatcher, self._handler_runs.judge, self.store_health),
             slots,
@@ -394,6 +392,7 @@ class Worker:
                     await self._completion.finish(delivery, decision)
                 if scope.cancel_called:  # just as the mailbox answered
                     return
+                self._begin_turn()
             decision = DONE  # an error's traceback holds all that the handler has made
             delivery = slot.delivery = None
             if self._backlog:
@@ -413,8 +412,7 @@ class Worker:
         while True:
             if self._completion.done:
                 await self._acknowledge(scope)
-            else:
-                self._turn_ends = self._real_clock() + JOIN_FOR
+            self._begin_turn()
             if scope.cancel_called:  # no handler may begin in it
                 return None
             if self._backlog:
@@ -435,13 +433,17 @@ class Worker:
                     self._idle.remove(event)
 
     async def _acknowledge(self, scope: anyio.CancelScope) -> None:
-        """Acknowledge the deliveries that are done, and begin a new turn."""
+        """Acknowledge the deliveries that are done."""
         while self._completion.done and not scope.cancel_called:
             # Also deliveries that came meanwhile: the slot that added them may have found no idle slot to wake.
             if self._backlog and not self._waking:
                 self._wake_slot()
             await self._completion.acknowledge(scope)
+
+    def _begin_turn(self) -> None:
+        """Let handlers begin, and their acknowledgements join, from now on; the loop shows a sign of life for all of them."""
         self._turn_ends = self._real_clock() + JOIN_FOR
+        self._heartbeat.beat()
 
 
 class OpenReceive:
