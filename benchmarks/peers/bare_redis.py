@@ -49,7 +49,7 @@ class Bare(Peer):
         while True:
             while (reply := reader.gets()) is self:
                 reader.feed(await stream.receive(262_144))
-            receipts, values, _ = reply[-2]
+            receipts, values, _ = reply[-4]
             await call(receipts)
             for value in values:
                 handle(value)

@@ -318,8 +318,11 @@ def _write_sends(call: FunctionCall, sends: Sequence[batched.Send]) -> None:
     first, most = envelopes[0], sends[0].capacity  # the others differ from the first in body, headers and key only
     expires = 0 if first.expires_in is None else max(1, micros(first.expires_in))
     keyed = any(map(_dedup_key, envelopes))
-    call.arguments += ("send", len(envelopes), -first.priority, micros(first.delay), expires)
-    call.arguments += (-1 if most is None else most, int(keyed))
+    if len(envelopes) > 1 or keyed or first.delay or expires or most is not None:
+        call.arguments += ("send", len(envelopes), -first.priority, micros(first.delay), expires)
+        call.arguments += (-1 if most is None else most, int(keyed))
+    else:
+        call.arguments += ("send_one", -first.priority)
     for envelope in envelopes:
         head = head_of(envelope) if envelope.headers or envelope.reply_to is not None else PLAIN
         call.arguments += (envelope.message_id, head + envelope.body)
@@ -593,7 +596,7 @@ class FunctionCall:
 
         An operation that failed on the server fails alone.
         """
-        due, now, dropped, *failures = results[-1]
+        due, now, dropped, *failures = results[len(self.groups) :]
         for at in range(0, len(failures), 2):
             text = failures[at + 1].decode("utf-8", "replace")
             for command in self.groups[failures[at]]:

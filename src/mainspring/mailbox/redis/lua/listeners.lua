@@ -14,7 +14,7 @@ end
 
 -- Publish a word on a channel. Return whether it was received; false also if the user may not publish there.
 local function publish(box, name, word)
-  local receivers = redis.pcall('SPUBLISH', box.base .. name, word)
+  local receivers = redis.pcall('SPUBLISH', channel_of(box, name), word)
   return type(receivers) == 'number' and receivers > 0
 end
 
@@ -49,8 +49,7 @@ local function push(box, name, visible, receipt, value, extras)
   if not publish(box, name, 'm' .. written(strings)) then
     return false -- the listener is gone; claims that were pushed to it before are still to be undone
   end
-  local last = #box.state_changes
-  box.state_changes[last + 1], box.state_changes[last + 2] = 'g' .. name, text(box.tick)
+  redis.pcall('HSET', box.state, 'g' .. name, text(box.tick))
   return true
 end
 
@@ -61,7 +60,7 @@ local function push_new(box, spot, rank, value)
     return false
   end
   if name and redis.call('ZCARD', box.ready) == 0 then
-    local tick = box.tick
+    local tick = last_tick(box)
     box.tick = math.max(tick + 1, now)
     local receipt = text(box.tick) .. '.' .. rank .. '.' .. name .. '.' .. spot
     redis.call('ZADD', box.leases, text(now + visible), receipt)

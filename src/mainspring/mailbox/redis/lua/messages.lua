@@ -67,10 +67,30 @@ local function claim_key(box, id, key, own)
   redis.call('HSET', box.dedup, key, id)
 end
 
--- See put. `values`, `spots` and `keys` become the arguments of the commands that store them, and their dedup keys.
-local function send_all(box, values, spots, keys, from, count, rank, delay, expires, keyed, anyway)
+-- Let one new message be received: by a waiter that it is pushed to, or in its turn.
+local function offer(box, spot, rank, value)
+  if not push_new(box, spot, rank, value) then
+    redis.call('ZADD', box.ready, rank, spot)
+    box.added = box.added + 1
+  end
+end
+
+-- Store a message that has nothing but its rank and its value, as most have.
+local function send_one(box, id, rank, value)
+  local place = new_place(box)
+  value = place .. '|' .. text(now) .. '|' .. rank .. '|' .. value
+  redis.call('HSET', box.messages, id, value)
+  local done, failure = pcall(offer, box, place .. id, rank, value)
+  if not done then
+    redis.pcall('HDEL', box.messages, id)
+    error(failure, 0)
+  end
+end
+
+-- See send. `values`, `spots` and `keys` become the arguments of the commands that store them, and their dedup keys.
+local function send_all(box, values, spots, keys, from, count, rank, delay, expires, keyed)
   local at, step, last = from, keyed and 3 or 2, 0
-  local ids, own = {}, {}
+  local before, ids, own = next_seq(box, count) - count, {}, {}
   local sent = '|' .. text(now) .. '|' .. rank .. '|'
   local score = delay > 0 and text(now + delay) or rank
   local behind = delay > 0 and rank .. '.'
@@ -90,10 +110,10 @@ local function send_all(box, values, spots, keys, from, count, rank, delay, expi
       own[ids[i]] = true
     end
     if not same then
-      if full and not anyway then
+      if full then
         return nil
       end
-      local place = new_place(box)
+      local place = place_of(before + i)
       values[last + 1] = id
       values[last + 2] = place .. sent .. ARGV[at + 1]
       spots[last + 1] = score
@@ -115,7 +135,9 @@ local function send_all(box, values, spots, keys, from, count, rank, delay, expi
   if delay > 0 then
     bulk('ZADD', box.delayed, spots)
     due_at(box, now + delay)
-  elseif last ~= 2 or not push_new(box, spots[2], rank, values[2]) then
+  elseif last == 2 then
+    offer(box, spots[2], rank, values[2])
+  else
     bulk('ZADD', box.ready, spots)
     box.added = box.added + last / 2
   end
@@ -141,7 +163,7 @@ local function undo_send(box, values, spots, keys)
 end
 
 -- Store `count` messages, from ARGV[from] on: id and body (with its flags), and the dedup key where `keyed`. Their ids; nil
--- where there is no memory for them, `anyway` or not: then none is stored.
+-- where there is no memory for them: then none is stored.
 local function send(box, ...)
   local values, spots, keys = {}, {}, {}
   local done, result = pcall(send_all, box, values, spots, keys, ...)
@@ -186,7 +208,7 @@ local function claim_some(box, most, visible, claimant)
     ids[(i + 1) / 2] = string.sub(spots[i], 17)
   end
   local found = redis.call('HMGET', box.messages, unpack(ids))
-  local tick, by, ends = box.tick, '.' .. claimant .. '.', text(now + visible)
+  local tick, by, ends = last_tick(box), '.' .. claimant .. '.', text(now + visible)
   local receipts, values, leases, held, last = {}, {}, {}, {}, 0
   for i, id in ipairs(ids) do
     if found[i] then -- else it was deleted by hand

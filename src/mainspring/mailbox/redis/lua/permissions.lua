@@ -39,8 +39,9 @@ local function obstacles(box)
   if not redis.acl_check_cmd('TIME') then
     found[#found + 1] = 'may not use TIME'
   end
-  if not redis.acl_check_cmd('SPUBLISH', box.base .. 'all', '') then
-    found[#found + 1] = 'may not use SPUBLISH on ' .. box.base .. 'all'
+  local channel = channel_of(box, 'all')
+  if not redis.acl_check_cmd('SPUBLISH', channel, '') then
+    found[#found + 1] = 'may not use SPUBLISH on ' .. channel
   end
   return found
 end

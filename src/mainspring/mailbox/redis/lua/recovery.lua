@@ -84,8 +84,7 @@ local function restore_dead(box, found)
       if redis.call('HEXISTS', box.messages, id) == 1 then
         delete_dead(box, id)
       else
-        box.seq = box.seq + 1
-        redis.call('ZADD', box.dead_order, box.seq, id)
+        redis.call('ZADD', box.dead_order, next_seq(box, 1), id)
         count = count + 1
       end
     end

@@ -1,5 +1,5 @@
 -- One batch. ARGV: operations, each a name and its arguments, all of which it reads before it does anything; the reply has one
--- result for each, and at last in how many microseconds the next thing is due (-1: nothing is, or it was not asked), when this was,
+-- result for each, then in how many microseconds the next thing is due (-1: nothing is, or it was not asked), when this was,
 -- how many index entries without a record were dropped, and the number and the error of each that failed. KEYS: those of the mailbox, then
 -- those of the mailboxes that replies go to.
 
@@ -49,10 +49,9 @@ local function send_reply(number, rank, from)
     to = others[number] or box_of(number * KEYS_OF_ONE)
     others[number] = to
   end
-  if is_missing(to) then
-    return
+  if not is_missing(to) then
+    send_one(to, ARGV[from], rank, ARGV[from + 1]) -- also without memory: what ends frees more than it takes
   end
-  send(to, from, 1, rank, 0, 0, false, true) -- what ends frees more than it takes
 end
 
 -- Delete when a message was last pushed to listeners that are gone. After the longest lease no claim of theirs is left.
@@ -66,6 +65,17 @@ local function delete_old_listeners(of)
 end
 
 local operations = {
+  send_one = function() -- without a delay, an expiry, a capacity and a dedup key
+    local rank, id = next_argument(), next_argument()
+    local value = next_argument()
+    if full then
+      return { 'oom' }
+    end
+    if not is_missing(box) then
+      send_one(box, id, rank, value)
+    end
+    return {}
+  end,
   send = function()
     local count, rank, delay, expires = next_number(), next_argument(), next_number(), next_number()
     local capacity, keyed = next_number(), next_argument() == '1'
@@ -83,7 +93,7 @@ local operations = {
         return sweep(box) and { 'again' } or { 'full', there, new }
       end
     end
-    local ids = send(box, from, count, rank, delay, expires, keyed, false)
+    local ids = send(box, from, count, rank, delay, expires, keyed)
     if not ids then
       return { 'oom' }
     end
@@ -326,11 +336,11 @@ end
 -- What is behind the operations of a batch. They have been done: nothing of this is an error of theirs. Who should have been
 -- called and was not, looks by itself after a while.
 local function finish(of)
-  pcall(call_waiters, of)
-  if of.seq ~= of.first_seq or of.tick ~= of.first_tick then
-    local known, last = of.state_changes, #of.state_changes
-    known[last + 1], known[last + 2], known[last + 3], known[last + 4] = 'seq', text(of.seq), 'tick', text(of.tick)
-    pcall(bulk, 'HSET', of.state, known)
+  if of.first_due or of.added > 0 and not of.no_waiters then
+    pcall(call_waiters, of)
+  end
+  if of.tick then
+    redis.pcall('HSET', of.state, 'tick', text(of.tick))
   end
   if of.settled > 0 and type(redis.pcall('HINCRBY', of.state, 'settled', of.settled)) == 'table' then
     redis.pcall('HSET', of.state, 'settled', of.settled) -- what stood there was no number
@@ -347,9 +357,9 @@ end
 local function run(keys, arguments)
   KEYS, ARGV = keys, arguments
   if ARGV[1] == 'open' then
-    local found = obstacles(box_at(0))
+    local found = obstacles(box_of(0))
     if found[1] then
-      return { found, { -1, 0, 0 } }
+      return { found, -1, 0, 0 }
     end
   end
   local time = redis.call('TIME')
@@ -370,11 +380,12 @@ local function run(keys, arguments)
     finish(other)
   end
   local due = asked and next_due(box)
-  local summary = { due and math.max(due - now, 0) or -1, now, box.dropped }
-  for i = 1, #failed do
-    summary[#summary + 1] = failed[i]
+  results[#results + 1] = due and math.max(due - now, 0) or -1
+  results[#results + 1] = now
+  results[#results + 1] = box.dropped
+  for _, failure in ipairs(failed) do
+    results[#results + 1] = failure
   end
-  results[#results + 1] = summary
   return results
 end
 

@@ -63,30 +63,20 @@ local function look_up(command, key, list)
   return all
 end
 
--- The mailbox whose keys begin behind KEYS[behind].
-local function box_at(behind)
+-- The mailbox whose keys begin behind KEYS[behind]. Operations read of its state what they need.
+local function box_of(behind)
   local box = {
-    behind = behind, added = 0, settled = 0, dropped = 0, state_changes = {},
+    behind = behind, added = 0, settled = 0, dropped = 0,
     messages = KEYS[behind + 1], ready = KEYS[behind + 2], delayed = KEYS[behind + 3], leases = KEYS[behind + 4],
     state = KEYS[behind + 5], more = KEYS[behind + 6], dedup = KEYS[behind + 7], expiry = KEYS[behind + 8],
     dead = KEYS[behind + 9], dead_order = KEYS[behind + 10], dead_details = KEYS[behind + 11], waiters = KEYS[behind + 12],
   }
-  box.base = string.sub(box.state, 1, -6) -- up to the ":"
   box.transient = string.sub(box.state, 1, 5) == '{ms:~'
   return box
 end
 
--- The same, with its counters.
-local function box_of(behind)
-  local box = box_at(behind)
-  local state = redis.call('HMGET', box.state, 'seq', 'tick')
-  box.seq = tonumber(state[1])
-  if not box.seq then -- new, or the key was deleted: what is sent now comes behind what is there
-    box.seq = redis.call('HLEN', box.messages) > 0 and now or 0
-  end
-  box.tick = tonumber(state[2]) or 0
-  box.first_seq, box.first_tick = box.seq, box.tick
-  return box
+local function channel_of(box, name)
+  return string.sub(box.state, 1, -6) .. name -- up to the ":"
 end
 
 -- From now on a transient mailbox exists, and what is sent to it is kept. Only those who receive from it make it so.
@@ -95,9 +85,27 @@ local function make_known(box)
   box.used = true
 end
 
+-- The last of `count` new numbers, of messages or of dead letters.
+local function next_seq(box, count)
+  local seq = redis.call('HINCRBY', box.state, 'seq', count)
+  if seq == count and redis.call('HLEN', box.messages) > 0 then -- the key was deleted: they come behind what is there
+    seq = redis.call('HINCRBY', box.state, 'seq', text(now))
+  end
+  return seq
+end
+
+local function place_of(seq)
+  return string.format('%016d', seq)
+end
+
 local function new_place(box)
-  box.seq = box.seq + 1
-  return string.format('%016d', box.seq)
+  return place_of(next_seq(box, 1))
+end
+
+-- When the last claim was made.
+local function last_tick(box)
+  box.tick = box.tick or tonumber(redis.call('HGET', box.state, 'tick') or nil) or 0
+  return box.tick
 end
 
 local function has_more(box)
@@ -222,8 +230,7 @@ local function dead_letter(box, id, why, claimed, history, at)
   end
   redis.call('HSET', box.dead, id, value)
   redis.call('HSET', box.dead_details, unpack(record))
-  box.seq = box.seq + 1
-  redis.call('ZADD', box.dead_order, box.seq, id)
+  redis.call('ZADD', box.dead_order, next_seq(box, 1), id)
   delete_messages(box, { id })
 end
 
