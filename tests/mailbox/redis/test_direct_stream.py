@@ -13,8 +13,8 @@ from mainspring.mailbox.redis.connection import DirectStream
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-async def ends(anyio_backend):
+@pytest.fixture(params=[False, True], ids=["", "watched"])
+async def ends(request, anyio_backend):
     """Both ends of a connection: the stream, and an ordinary one of anyio's."""
     listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
     port = listener.extra(SocketAttribute.local_port)
@@ -32,6 +32,8 @@ async def ends(anyio_backend):
 
         group.start_soon(serve)
         stream = DirectStream(await anyio.connect_tcp("127.0.0.1", port))
+        if request.param:
+            stream.watch()
         with anyio.fail_after(60):
             while not other:
                 await anyio.sleep(0.001)

@@ -17,6 +17,7 @@ the next one takes over when it leaves.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import math
 import socket
@@ -48,11 +49,62 @@ if TYPE_CHECKING:
     Argument = str | int | float | bytes
 
 
+PIECE: Final = 65_536
+"""Bytes of one read. For more than 128 KiB the allocator asks the system each time, which costs more than a small reply."""
+
+
+class Arrivals:
+    """What arrives on a socket, on the event loops of asyncio. They watch it all the time, and not anew for each read."""
+
+    def __init__(self, source: socket.socket) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._socket = source
+        self._pieces: deque[bytes] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._end: type[Exception] | None = None
+        self._cause: OSError | None = None
+        self._loop.add_reader(source, self._read)
+
+    async def receive(self) -> bytes:
+        """Return the next piece; raise what says why there is none."""
+        while not self._pieces:
+            if self._end is not None:
+                raise self._end from self._cause
+            self._waiter = self._loop.create_future()
+            await self._waiter
+        return self._pieces.popleft()
+
+    def _read(self) -> None:
+        try:
+            piece = self._socket.recv(PIECE)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self.end(anyio.BrokenResourceError, error)
+            return
+        if not piece:
+            self.end(anyio.EndOfStream)
+            return
+        self._pieces.append(piece)
+        self._wake()
+
+    def end(self, reason: type[Exception], cause: OSError | None = None) -> None:
+        """Watch the socket no more, and raise ``reason`` in a task that waits."""
+        if self._end is None:
+            self._end, self._cause = reason, cause
+            self._loop.remove_reader(self._socket)
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
 class DirectStream(ByteStream):
     """A TCP stream that writes at once, and takes over the connection of ``stream``.
 
     anyio's own stream gives the event loop a turn before each write, which a call of a few hundred bytes need not wait for.
-    This one writes to the same connection under a second descriptor, and reads as anyio does.
+    This one writes to the same connection under a second descriptor. It reads as anyio does until it is told to :meth:`watch`.
 
     A write never waits: what the socket does not take at once leaves with the next write or in :meth:`flush`. Several tasks may
     write: each item arrives whole, in the order of the calls. Cancelled in a read, nothing is lost.
@@ -72,6 +124,12 @@ class DirectStream(ByteStream):
         self._socket.setblocking(False)
         self._rest: deque[memoryview] = deque()
         self._turn = anyio.Lock()
+        self._arrivals: Arrivals | None = None
+
+    def watch(self) -> None:
+        """Let asyncio's event loop watch the socket from now on (not trio's). What has come must have been received."""
+        if process.async_library() == "asyncio":
+            self._arrivals = Arrivals(self._socket)
 
     @property
     def extra_attributes(self) -> Mapping[Any, Callable[[], Any]]:
@@ -112,9 +170,9 @@ class DirectStream(ByteStream):
                 for item in left:  # no other task writes in between: send() does not wait
                     await self.send(item)
 
-    def receive(self, max_bytes: int = 65_536) -> Coroutine[Any, Any, bytes]:
+    def receive(self, max_bytes: int = PIECE) -> Coroutine[Any, Any, bytes]:
         """Return what has come, or comes next; raise :class:`anyio.EndOfStream` at the end."""
-        return self.source.receive(max_bytes)
+        return self.source.receive(max_bytes) if self._arrivals is None else self._arrivals.receive()
 
     async def send_eof(self) -> None:
         """Write no more."""
@@ -123,6 +181,8 @@ class DirectStream(ByteStream):
     async def aclose(self) -> None:
         """Close the connection; tasks that read or flush raise :class:`anyio.ClosedResourceError`."""
         if self._socket.fileno() >= 0:
+            if self._arrivals is not None:
+                self._arrivals.end(anyio.ClosedResourceError)
             anyio.notify_closing(self._socket)
             self._socket.close()
         await self.source.aclose()
@@ -138,8 +198,6 @@ NOTHING: Final = object()
 """The result of parsing while no reply is complete."""
 LONGEST: Final = 536_870_912
 """The most bytes of one argument that a server takes which was not told otherwise (``proto-max-bulk-len``)."""
-PIECE: Final = 65_536
-"""Bytes of one read. For more than 128 KiB the allocator asks the system each time, which costs more than a small reply."""
 _FORBIDDEN: Final = ("NOAUTH", "WRONGPASS", "NOPERM", "DENIED")
 
 LOST: Final = (OSError, anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError, hiredis.ProtocolError)
@@ -186,7 +244,7 @@ class RedisConnection:
         """What was written and has not left."""
         self.flush: Callable[[], Awaitable[None]] = direct.flush
         """Waits until all that was written has left."""
-        self.receive: Callable[[int], Awaitable[bytes]] = direct.source.receive if stream is direct else stream.receive
+        self.receive: Callable[[int], Awaitable[bytes]] = stream.receive
         """Waits for at most :data:`PIECE` bytes, which are for ``feed``."""
         self.feed: Callable[[bytes], None] = reader.feed
         self.next_reply: Callable[[], Any] = reader.gets
@@ -232,6 +290,7 @@ async def connect(
             stream = await _encrypted(direct, host, server.tls)
         connection = RedisConnection(direct, stream, host)
         await _greet(connection, server, sentinel, name)
+        direct.watch()
     except BaseException:
         with anyio.CancelScope(shield=True, deadline=anyio.current_time() + 1):
             await anyio.aclose_forcefully(stream)
