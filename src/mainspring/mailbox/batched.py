@@ -270,6 +270,8 @@ class Batcher(Generic[C]):
         self._resume = resume
         self._undo = undo
         self._name = name
+        # As in anyio.lowlevel, which would look the backend up each time.
+        self._checkpoint_if_cancelled = anyio.lowlevel.current_token().backend_class.checkpoint_if_cancelled
         self._next: _Batch[C] = _Batch()
         self._state = _State.IDLE
         self._out: _Batch[C] | None = None
@@ -332,7 +334,7 @@ class Batcher(Generic[C]):
 
     async def _execute_own(self, command: C) -> None:
         """Execute a lone command for its caller. If that is cancelled, the runner goes on with it."""
-        await anyio.lowlevel.checkpoint_if_cancelled()
+        await self._checkpoint_if_cancelled()
         batch = _Batch([command])
         self._state, self._out, self._size = _State.BY_CALLER, batch, 1
         self._callers += 1

@@ -348,13 +348,13 @@ class Batches:
         """The number of operations that are retried with the next call."""
         return len(self._unconfirmed)
 
-    async def execute(self, commands: list[Command]) -> None:
+    def execute(self, commands: list[Command]) -> Awaitable[None]:
         """Execute commands; if a call fails, its commands and those of the calls behind it get the error from the batcher."""
         if self._unconfirmed:
             commands, self._unconfirmed = [*self._unconfirmed, *commands], []
         self._commands, self._call = commands, None
         self._calls = calls_for(self._name, self._keys, commands, self._now(), self._waiter)
-        await self.resume()
+        return self.resume()
 
     async def resume(self) -> None:
         """Make the calls that are left. The first of them may be out, if its caller was cancelled in the wait for the reply."""
