@@ -537,26 +537,26 @@ async def asked(mailbox, addresses):
 async def test_a_node_that_does_not_answer_holds_up_no_reply_to_another(cluster, nodes, anyio_backend):
     here, dead, living = map(names_on, nodes)
     one = next(dead)
-    async with open_mailbox(cluster[0].url, name=next(here), timeout=1) as mailbox:
+    async with open_mailbox(cluster[0].url, name=next(here), timeout=5) as mailbox:
         messages = await asked(mailbox, [one] * 5 + [next(dead)] + [next(living)] * 2)
         found: list[object] = []
 
-        async def reply_in_vain() -> None:
-            found.extend(await outcomes(*[partial(message.reply, "y") for message in messages[:6]]))
+        async def reply_in_vain(message):
+            found.extend(await outcomes(partial(message.reply, "y")))
 
         cluster[1].send_signal(signal.SIGSTOP)
         try:
-            with Stopwatch() as all_of_it:
+            with Stopwatch() as watch:
                 async with anyio.create_task_group() as group:
-                    group.start_soon(reply_in_vain)
+                    for message in messages[:6]:
+                        group.start_soon(reply_in_vain, message)
                     await anyio.wait_all_tasks_blocked()
-                    with Stopwatch() as watch:
-                        for message in messages[6:]:
-                            await message.reply("y")
+                    for message in messages[6:]:
+                        await message.reply("y")
+                    assert not found, "they waited for the node that does not answer"
         finally:
             cluster[1].send_signal(signal.SIGCONT)
-        assert watch.seconds < 0.5
-        assert all_of_it.seconds < 1.9, "they waited for one another"
+        assert watch.seconds < 2 * 5, "they waited for one another"
         assert all(isinstance(error, MailboxConnectionError) for error in found)
         for message in messages[:6]:
             await message.reply("y")

@@ -345,9 +345,9 @@ async def test_a_handle_of_another_kind_is_refused_among_those_acknowledged_toge
 @pytest.mark.slow
 async def test_every_call_has_an_end(place):
     # The first makes the schema, in its own time.
-    async with place.mailbox(), place.mailbox(timeout=0.5) as mailbox, await place.connect() as connection:
+    async with place.mailbox(), place.mailbox(timeout=2) as mailbox, await place.connect() as connection:
         await mailbox.send("x", dedup_key="k", connection=connection)
-        with pytest.raises(MailboxConnectionError, match=r"within 0\.5 s"):
+        with pytest.raises(MailboxConnectionError, match="within 2 s"):
             await mailbox.send("y", dedup_key="k")
         await connection.rollback()
         await mailbox.send("z", dedup_key="k")
@@ -642,15 +642,16 @@ async def test_statistics_tell_what_waits_and_what_is_in_flight(place, capacity)
 
 @pytest.mark.slow
 async def test_statistics_tell_whether_the_server_can_be_reached(place):
-    async with gate(place.url) as (url, way), place.mailbox(url=url, timeout=1, listen=False) as mailbox:
+    async with gate(place.url) as (url, way), place.mailbox(url=url, listen=False) as mailbox:
         await mailbox.send("x")
         for number in (1, 2):
-            way.silent = True
+            way.lead_to("postgresql://127.0.0.1:1")
+            way.cut()
             with pytest.raises(MailboxConnectionError):
                 await mailbox.send("y")
             assert not mailbox.statistics().connected
             assert repr(mailbox) == "<PostgresMailbox 'jobs' open, not connected>"
-            way.silent = False
+            way.lead_to(place.url)
             await mailbox.send("z")
             assert mailbox.statistics().connected
             assert mailbox.statistics().reconnects == number

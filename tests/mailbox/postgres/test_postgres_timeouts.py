@@ -84,6 +84,7 @@ async def test_a_call_ends_in_time_whose_cancellation_is_not_heard_either(place)
         way.silent = True
         for _ in range(2):  # on the connection of before, and on a new one
             await _is_told_within(3, lambda: mailbox.send("y"))
+            assert not mailbox.statistics().connected
 
 
 async def test_a_close_does_not_wait_for_a_listening_connection_that_stands_still(place):
