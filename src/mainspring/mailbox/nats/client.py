@@ -83,8 +83,6 @@ def denied_subject(error: Exception) -> str | None:
 
 def no_connection(name: str, servers: Sequence[str], refusals: Sequence[Exception]) -> MainspringError:
     """Return the error for servers none of which can be connected to; each was tried."""
-    from mainspring.mailbox.nats.client import LoginError, NoTlsError
-
     told = "; ".join(dict.fromkeys(map(message_of, refusals)))
     if any(map(refuses_login, refusals)):
         told += "; check the user and the password of the URL, its token or its credentials"
