@@ -7,13 +7,20 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from mainspring.core import clock
-from mainspring.errors import ConfigError, InvalidParameterError, MailboxError, MailboxFullError, SerializationError
+from mainspring.errors import (
+    ConfigError,
+    InvalidParameterError,
+    MailboxError,
+    MailboxFullError,
+    ReceiptHandleExpiredError,
+    SerializationError,
+)
 from mainspring.validation import MAX_DELAY, MAX_VISIBILITY, Seconds, as_seconds, counted, is_number, is_whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from mainspring.mailbox.message import Envelope
+    from mainspring.mailbox.message import ClaimedMessage, Envelope
 
 MAX_MESSAGES = 1_000
 """The most messages of one receive."""
@@ -194,6 +201,14 @@ def full(waiting: int, capacity: int, more: int) -> MailboxFullError:
     return MailboxFullError(
         f"the mailbox holds {waiting} of at most {counted(capacity, 'message')} and has no room for {more} more; send again"
         " once some are settled"
+    )
+
+
+def lease_over(delivery: ClaimedMessage) -> ReceiptHandleExpiredError:
+    """The error for an operation that only the holder of the lease may do, and whose lease is not held any more."""
+    return ReceiptHandleExpiredError(
+        f"message {delivery.message_id}: the lease of delivery {delivery.delivery_count} has run out, or the message was"
+        " settled, cancelled or purged"
     )
 
 

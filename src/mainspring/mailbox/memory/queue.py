@@ -9,8 +9,7 @@ from heapq import heapify, heappop, heappush
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
-from mainspring.errors import ReceiptHandleExpiredError
-from mainspring.mailbox.limits import full
+from mainspring.mailbox.limits import full, lease_over
 from mainspring.mailbox.message import EXPIRED, UNKNOWN, Cancelled, CancelOutcome, ClaimedMessage, Counts
 
 if TYPE_CHECKING:
@@ -252,13 +251,6 @@ class Timers:
         self._weight = self._stale = 0
 
 
-def _lease_over(delivery: ClaimedMessage) -> ReceiptHandleExpiredError:
-    return ReceiptHandleExpiredError(
-        f"message {delivery.message_id}: the lease of delivery {delivery.delivery_count} is over; the message has"
-        " gone back to the queue, or another delivery or a purge ended it"
-    )
-
-
 class MemoryQueue:
     """Messages in memory, each in exactly one place: delayed, pending, in flight, settled or dead."""
 
@@ -396,7 +388,7 @@ class MemoryQueue:
         """The entry of a delivery whose lease is held; raises :class:`ReceiptHandleExpiredError` for any other."""
         entry = self._in_flight.get(delivery.receipt_handle)
         if entry is None or entry.lease_until <= now:
-            raise _lease_over(delivery)
+            raise lease_over(delivery)
         return entry
 
     def acknowledge(self, deliveries: Iterable[ClaimedMessage], now: float) -> dict[int, Exception]:
@@ -408,7 +400,7 @@ class MemoryQueue:
             receipt = delivery.receipt_handle
             entry = in_flight.get(receipt)
             if entry is None or entry.lease_until <= now:
-                refused[number] = _lease_over(delivery)
+                refused[number] = lease_over(delivery)
                 continue
             entry.place = GONE
             done.append(receipt)

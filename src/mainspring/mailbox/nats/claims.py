@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import anyio
 
 from mainspring.core import clock
-from mainspring.errors import MailboxConnectionError, MailboxError, MailboxFullError, ReceiptHandleExpiredError
-from mainspring.mailbox.limits import CLOSE_TIMEOUT
+from mainspring.errors import MailboxConnectionError, MailboxError, MailboxFullError
+from mainspring.mailbox.limits import CLOSE_TIMEOUT, lease_over
 from mainspring.mailbox.message import EXPIRED, ClaimedMessage
 from mainspring.mailbox.nats.client import GoneError
 from mainspring.mailbox.nats.connection import MAX_POLL_TIMEOUT, POLL_TIMEOUT, Request
@@ -19,7 +19,6 @@ from mainspring.mailbox.nats.records import Record, decode, nanoseconds, token_o
 from mainspring.mailbox.nats.streams import Add, Added
 
 if TYPE_CHECKING:
-    from mainspring.mailbox.message import ClaimedMessage
     from mainspring.mailbox.nats.client import RawMessage
     from mainspring.mailbox.nats.connection import Puller
     from mainspring.mailbox.nats.streams import Store, Stored
@@ -63,13 +62,6 @@ class Arrival:
         stored_at = int(parts[first + 3]) / 1e9
         record = decode(message.data, sequence, stored_at)
         return cls(sequence, int(parts[first]), message.reply.decode(), message.subject.decode(), stored_at, record)
-
-
-def lease_expired(delivery: ClaimedMessage) -> ReceiptHandleExpiredError:
-    """Return the error for a delivery whose lease is not held."""
-    return ReceiptHandleExpiredError(
-        f"message {delivery.message_id}: the lease of delivery {delivery.delivery_count} has run out, or it was settled"
-    )
 
 
 def nak(seconds: float) -> bytes:
@@ -392,7 +384,7 @@ class Claims:
         """Return the lease of a delivery. Raise :class:`ReceiptHandleExpiredError` if it has ended."""
         lease = self._leases.get(delivery.receipt_handle)
         if lease is None or lease.until <= self._now():
-            raise lease_expired(delivery)
+            raise lease_over(delivery)
         return lease
 
     def drop_lease(self, delivery: ClaimedMessage) -> None:
@@ -422,7 +414,7 @@ class Claims:
             await store.connection.request(lease.reply, nak(timeout))
         if await store.get(store.names.queue, lease.sequence) is None:
             self.drop_lease(delivery)
-            raise lease_expired(delivery)
+            raise lease_over(delivery)
         lease.until = max(lease.until, until)
 
     async def await_consumer(self) -> None:

@@ -15,8 +15,9 @@ from mainspring.errors import (
     ReceiptHandleExpiredError,
     ReplyNotAvailableError,
 )
+from mainspring.mailbox.limits import lease_over
 from mainspring.mailbox.message import EXPIRED, Ack, Dead, Nack
-from mainspring.mailbox.nats.claims import FULL_RETRY, lease_expired
+from mainspring.mailbox.nats.claims import FULL_RETRY
 from mainspring.mailbox.nats.client import GoneError
 from mainspring.mailbox.nats.names import Names
 from mainspring.mailbox.nats.records import RESERVED_FOR_DEATH, Record, token_of
@@ -99,7 +100,7 @@ class Settlements:
         """Forget the lease of a settled delivery. Raise :class:`ReceiptHandleExpiredError` if it was not ``held``."""
         self._claims.drop_lease(delivery)
         if not held and not lease.unsure:  # if unsure, the unanswered try has done it
-            raise lease_expired(delivery)
+            raise lease_over(delivery)
 
     async def _handle_full(self, lease: Lease, delivery: ClaimedMessage, settlement: Settlement) -> bool:
         """Leave a message in place whose next place has no room. Return True if that is what the settlement wanted.
@@ -167,7 +168,7 @@ class Settlements:
         store = self._store
         if await store.get(store.names.queue, lease.sequence) is None and not lease.unsure:
             self._claims.drop_lease(delivery)
-            raise lease_expired(delivery)
+            raise lease_over(delivery)
         try:
             await self._send_reply(reply, f"reply-{delivery.message_id}")
         except ConfigError as error:
@@ -194,6 +195,6 @@ class Settlements:
         lease = self._claims.held(delivery)
         if await store.get(store.names.queue, lease.sequence) is None:
             self._claims.drop_lease(delivery)
-            raise lease_expired(delivery)
+            raise lease_over(delivery)
         await store.add(Add(store.names.to_checkpoints + token_of(lease.record.message_id), state))
         lease.checkpoint = True

@@ -20,7 +20,7 @@ from mainspring.errors import MailboxConnectionError
 from mainspring.mailbox import batched
 from mainspring.mailbox.batched import AcknowledgeMany
 from mainspring.mailbox.codec import headers_of
-from mainspring.mailbox.limits import size_of
+from mainspring.mailbox.limits import lease_over, size_of
 from mainspring.mailbox.message import ClaimedMessage, Counts
 from mainspring.mailbox.postgres.values import (
     Blobs,
@@ -30,7 +30,6 @@ from mainspring.mailbox.postgres.values import (
     Shorts,
     Texts,
     array,
-    expired,
     has_options,
     headers_text,
     leases,
@@ -296,7 +295,7 @@ class Batch:
 
         def finish(rows: list[tuple[Any, ...]]) -> None:
             for number in rows[0][0] or ():
-                acks[number - 1].error = expired(acks[number - 1].delivery)
+                acks[number - 1].error = lease_over(acks[number - 1].delivery)
 
         self._add("acknowledge", leases([ack.delivery for ack in acks]), finish)
 
@@ -309,7 +308,7 @@ class Batch:
                 for place, delivery in enumerate(command.deliveries) if refused else ():
                     number += 1
                     if number in refused:
-                        command.result[place] = expired(delivery)
+                        command.result[place] = lease_over(delivery)
 
         self._add("acknowledge", leases([one for command in commands for one in command.deliveries]), finish)
 
@@ -418,7 +417,7 @@ def once_each(commands: list[Any]) -> list[Any]:
     seen: dict[str, Any] = {}
     for command in commands:
         if seen.setdefault(command.delivery.receipt_handle, command) is not command:
-            command.error = expired(command.delivery)
+            command.error = lease_over(command.delivery)
     return list(seen.values())
 
 
@@ -431,4 +430,4 @@ def refuse_all_but(rows: list[tuple[Any, ...]], commands: list[Any]) -> None:
 def refuse(commands: Any) -> None:
     """Set the error of commands that did not hold their leases."""
     for command in commands:
-        command.error = expired(command.delivery)
+        command.error = lease_over(command.delivery)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from psycopg.types.string import BytesBinaryDumper
 
-from mainspring.errors import ReceiptHandleExpiredError
 from mainspring.mailbox.codec import headers_of
 from mainspring.mailbox.limits import size_of
 from mainspring.mailbox.message import ClaimedMessage, Dead, Nack
@@ -256,10 +255,3 @@ def leases(deliveries: Sequence[ClaimedMessage]) -> tuple[Any, ...]:
         ids.append(delivery.message_id)
         leases.append(int(number) if ours else 0)
     return array(Texts, ids), array(Integers, leases)
-
-
-def expired(delivery: ClaimedMessage) -> ReceiptHandleExpiredError:
-    """Return the error for a lease that is not held."""
-    return ReceiptHandleExpiredError(
-        f"message {delivery.message_id}: the lease of delivery {delivery.delivery_count} has run out, or it was settled"
-    )

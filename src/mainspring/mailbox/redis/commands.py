@@ -12,10 +12,10 @@ from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from mainspring.errors import MailboxConnectionError, ReceiptHandleExpiredError, SerializationError
+from mainspring.errors import MailboxConnectionError, SerializationError
 from mainspring.mailbox import batched
 from mainspring.mailbox.batched import AcknowledgeMany, Command
-from mainspring.mailbox.limits import check_size, full
+from mainspring.mailbox.limits import check_size, full, lease_over
 from mainspring.mailbox.message import EXPIRED, UNKNOWN, Cancelled, CancelOutcome, ClaimedMessage, Counts, Dead
 
 if TYPE_CHECKING:
@@ -196,13 +196,6 @@ def check_command(command: Command, longest: int) -> None:
         check_size("a reply", stored_size(replace(reply, reply_to=None)), longest, TAKES)
 
 
-def expired(delivery: ClaimedMessage) -> ReceiptHandleExpiredError:
-    """Return the error of a call without a lease."""
-    return ReceiptHandleExpiredError(
-        f"message {delivery.message_id}: the lease of delivery {delivery.delivery_count} has run out, or it was settled"
-    )
-
-
 # --------------------------------------------------------------------------------------------- commands that only Redis has
 
 
@@ -364,7 +357,7 @@ def _take_acks(call: FunctionCall, acks: Sequence[AcknowledgeMany], result: list
         places = [(ack, number) for ack in acks for number in range(len(ack.deliveries))]
         for place in result:
             ack, number = places[place]
-            ack.result[number] = expired(ack.deliveries[number])
+            ack.result[number] = lease_over(ack.deliveries[number])
 
 
 def _write_claims(call: FunctionCall, claims: Sequence[RedisClaim]) -> None:
@@ -439,7 +432,7 @@ def _take_number(command: Command, result: Any) -> None:
 
 def _take_settled(command: batched.OfDelivery, result: Any) -> None:
     if not result:
-        command.error = expired(command.delivery)
+        command.error = lease_over(command.delivery)
 
 
 def _take_open(command: batched.Open, result: Any) -> None:

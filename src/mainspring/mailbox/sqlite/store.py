@@ -7,11 +7,10 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from mainspring.errors import ReceiptHandleExpiredError
 from mainspring.mailbox import batched as do
 from mainspring.mailbox.backend import TRANSIENT, TRANSIENT_LIFE
 from mainspring.mailbox.codec import headers_of
-from mainspring.mailbox.limits import full
+from mainspring.mailbox.limits import full, lease_over
 from mainspring.mailbox.message import UNKNOWN, Cancelled, CancelOutcome, ClaimedMessage, Counts, Dead
 from mainspring.mailbox.sqlite import schema as sql
 from mainspring.mailbox.sqlite.unit_of_work import Inserts, UnitOfWork, do_what_is_due, enqueue, expire_ready
@@ -331,7 +330,7 @@ def _only_held(work: UnitOfWork, mailbox: int, given: str, acks: list[do.Acknowl
             held.discard(lease)
             good.append(lease)
         else:
-            ack.error = _expired(ack.delivery)
+            ack.error = lease_over(ack.delivery)
     return good
 
 
@@ -387,7 +386,7 @@ def _take(work: UnitOfWork, mailbox: int, delivery: ClaimedMessage, command: Com
         work.execute(sql.DROP_LEASE, (int(lease),))
         work.delta(mailbox).in_flight -= 1
         return row
-    command.error = _expired(delivery)
+    command.error = lease_over(delivery)
     return None
 
 
@@ -397,7 +396,7 @@ def _extend(work: UnitOfWork, commands: list[do.Extend]) -> None:
         lease = int(command.delivery.receipt_handle)
         work.execute(sql.EXTEND, (until, lease, command.mailbox, work.boot))
         if not work.changes():
-            command.error = _expired(command.delivery)
+            command.error = lease_over(command.delivery)
 
 
 def _save_checkpoint(work: UnitOfWork, commands: list[do.Checkpoint]) -> None:
@@ -405,13 +404,7 @@ def _save_checkpoint(work: UnitOfWork, commands: list[do.Checkpoint]) -> None:
         lease = int(command.delivery.receipt_handle)
         work.execute(sql.CHECKPOINT, (command.state, lease, command.mailbox, work.boot))
         if not work.changes():
-            command.error = _expired(command.delivery)
-
-
-def _expired(delivery: ClaimedMessage) -> ReceiptHandleExpiredError:
-    return ReceiptHandleExpiredError(
-        f"message {delivery.message_id}: the lease of delivery {delivery.delivery_count} has run out, or it was settled"
-    )
+            command.error = lease_over(command.delivery)
 
 
 def _json_list(leases: list[str]) -> str:
