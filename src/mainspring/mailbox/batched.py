@@ -561,7 +561,10 @@ class Waiters:
 
 
 class CommandBackend(Backend):
-    """A backend whose operations are commands for a batcher, which its ``open`` makes."""
+    """A backend whose operations are commands for a batcher, which its ``open`` makes.
+
+    Each goes through :meth:`call`. A store that must check or prepare commands overrides it.
+    """
 
     _batcher: Batcher[Any]
 
@@ -569,43 +572,43 @@ class CommandBackend(Backend):
         super().__init__(name)
         self._capacity = capacity
 
-    async def _call(self, command: Command) -> Any:
+    async def call(self, command: Command) -> Any:
         """Have a command done with the next batch. Return its result, or raise its error."""
         return await self._batcher.call(command)
 
     async def extend(self, delivery: ClaimedMessage, timeout: float) -> None:
-        await self._call(Extend(delivery, timeout))
+        await self.call(Extend(delivery, timeout))
 
     async def checkpoint(self, delivery: ClaimedMessage, state: bytes) -> None:
-        await self._call(Checkpoint(delivery, state))
+        await self.call(Checkpoint(delivery, state))
 
     async def cancel(self, message_id: str) -> Cancelled:
-        cancelled: Cancelled = await self._call(Cancel(message_id))
+        cancelled: Cancelled = await self.call(Cancel(message_id))
         return cancelled
 
     async def counts(self) -> Counts:
-        counts: Counts = await self._call(Count())
+        counts: Counts = await self.call(Count())
         return counts
 
     async def purge(self) -> int:
-        return int(await self._call(Purge()))
+        return int(await self.call(Purge()))
 
     async def dead_letters(self, limit: int, after: str | None) -> list[tuple[ClaimedMessage, Dead, float]]:
-        page: list[tuple[ClaimedMessage, Dead, float]] = await self._call(ListDead(limit, after))
+        page: list[tuple[ClaimedMessage, Dead, float]] = await self.call(ListDead(limit, after))
         return page
 
     async def find_dead_letters(self, message_ids: list[str]) -> list[tuple[ClaimedMessage, Dead, float]]:
-        found: list[tuple[ClaimedMessage, Dead, float]] = await self._call(FindDead(message_ids))
+        found: list[tuple[ClaimedMessage, Dead, float]] = await self.call(FindDead(message_ids))
         return found
 
     async def replay_dead_letters(self, message_ids: list[str] | None) -> int:
-        return int(await self._call(ReplayDead(message_ids, self._capacity)))
+        return int(await self.call(ReplayDead(message_ids, self._capacity)))
 
     async def purge_dead_letters(self, message_ids: list[str] | None) -> int:
-        return int(await self._call(PurgeDead(message_ids)))
+        return int(await self.call(PurgeDead(message_ids)))
 
     async def drop(self) -> None:
-        await self._call(Drop())
+        await self.call(Drop())
 
 
 class BatchedBackend(CommandBackend):
@@ -634,19 +637,19 @@ class BatchedBackend(CommandBackend):
         self, max_messages: int, visibility_timeout: float, wait_time_seconds: float
     ) -> list[ClaimedMessage]:
         if not wait_time_seconds:
-            return await self._claim_once(max_messages, visibility_timeout, waits=False)
-        claim = partial(self._claim_once, max_messages, visibility_timeout, waits=True)
+            return await self.claim_once(max_messages, visibility_timeout, waits=False)
+        claim = partial(self.claim_once, max_messages, visibility_timeout, waits=True)
         return await self.waiters.claim_or_wait(claim, anyio.current_time() + wait_time_seconds)
 
-    async def _claim_once(self, limit: int, visibility: float, *, waits: bool) -> list[ClaimedMessage]:
+    async def claim_once(self, limit: int, visibility: float, *, waits: bool) -> list[ClaimedMessage]:
         command = Claim(limit, visibility, waits)
-        found: list[ClaimedMessage] = await self._call(command)
+        found: list[ClaimedMessage] = await self.call(command)
         if found and self.waiters.closed:  # meanwhile
-            self._undo(command)
+            self.undo(command)
             return []
         return found
 
-    def _undo(self, command: Command) -> None:
+    def undo(self, command: Command) -> None:
         """A claim whose caller is gone is put back, before anything else is done."""
         if type(command) is Claim and command.result:
             unclaim = Unclaim(command.result)

@@ -248,7 +248,7 @@ class PostgresBackend(BatchedBackend):
 
     def _start(self, scope: DaemonScope, name: str) -> None:
         shared = self._pool
-        self._batcher = Batcher(self._execute, undo=self._undo, name=name)
+        self._batcher = Batcher(self._execute, undo=self.undo, name=name)
         self._sends: Batcher[Command] = Batcher(self._execute, name=name)
         self._turns = anyio.Semaphore(WITHIN_CAPACITY)
         self._dedup = DedupSends(self._transact, shared.connections.timeout, name)
@@ -419,8 +419,8 @@ class PostgresBackend(BatchedBackend):
 
     # ------------------------------------------------------------------------------------------------------ receiving
 
-    async def _claim_once(self, limit: int, visibility: float, *, waits: bool) -> list[ClaimedMessage]:
-        found = await super()._claim_once(limit, visibility, waits=waits)
+    async def claim_once(self, limit: int, visibility: float, *, waits: bool) -> list[ClaimedMessage]:
+        found = await super().claim_once(limit, visibility, waits=waits)
         if waits and not found:  # not before: a poll that comes before the receive waits would be the last one
             self.sweep_in(self._poll_interval)
         return found
@@ -439,7 +439,7 @@ class PostgresBackend(BatchedBackend):
             command = Settle(delivery, settlement, target)
         under_way = self._transactions.under_way.get(delivery.receipt_handle)
         try:
-            await (self._call(command) if under_way is None else under_way.settle(self._new_batch(), command))
+            await (self.call(command) if under_way is None else under_way.settle(self._new_batch(), command))
         except NoSuchTargetError:
             self._pool.forget_number(target)
             raise
@@ -476,7 +476,7 @@ class PostgresBackend(BatchedBackend):
         numbers = list(deliveries)
         return {numbers[place]: error for place, error in refused.items()}
 
-    async def _call(self, command: Command) -> Any:
+    async def call(self, command: Command) -> Any:
         """Execute a command with the next batch; alone, if it may have to wait for a transaction that was given up."""
         if isinstance(command, batched.OfDelivery) and command.delivery.receipt_handle in self._transactions.uncertain:
             return await self._execute_alone(command)
@@ -501,7 +501,7 @@ class PostgresBackend(BatchedBackend):
             under_way.check_renewal()
             if under_way.settled:
                 return  # its row is locked until that commits: no claim can take it, and a renewal would block its batch
-        await self._call(batched.Extend(delivery, timeout))
+        await self.call(batched.Extend(delivery, timeout))
 
     async def checkpoint(self, delivery: ClaimedMessage, state: bytes) -> None:
         check_column("a checkpoint", len(state))

@@ -207,7 +207,7 @@ class RedisBackend(CommandBackend):
 
     # ----------------------------------------------------------------------------------------------------- messages
 
-    async def _call(self, command: Command) -> Any:
+    async def call(self, command: Command) -> Any:
         check_command(command, self._topology.longest)
         while (result := await self._batcher.call(command)) is AGAIN:
             command.done = False
@@ -238,7 +238,7 @@ class RedisBackend(CommandBackend):
         if isinstance(settlement, Ack):
             reply = settlement.reply
             if reply is not None and not await self._has_sent_reply(delivery, reply):
-                await self._call(batched.Reply(delivery, settlement))
+                await self.call(batched.Reply(delivery, settlement))
                 return
             for error in (await self._batcher.call(AcknowledgeMany([delivery]))).values():
                 raise error
@@ -246,9 +246,9 @@ class RedisBackend(CommandBackend):
             reply = settlement.reply
             if reply is not None and await self._has_sent_reply(delivery, reply):
                 settlement = replace(settlement, reply=None)
-            await self._call(batched.DeadLetterCommand(delivery, settlement))
+            await self.call(batched.DeadLetterCommand(delivery, settlement))
         else:
-            await self._call(batched.NackCommand(delivery, settlement))
+            await self.call(batched.NackCommand(delivery, settlement))
 
     async def acknowledge_many(self, deliveries: list[ClaimedMessage]) -> dict[int, Exception]:
         not_held: dict[int, Exception] = await self._batcher.call(AcknowledgeMany(deliveries))

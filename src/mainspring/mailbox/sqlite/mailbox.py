@@ -167,7 +167,7 @@ class SQLiteBackend(do.BatchedBackend):
         self._now = clock.loop_clock()
         self._real_work = clock.work_holder()
         self._batcher = Batcher(
-            self._execute, resume=self._until_executed, undo=self._undo, name=f"mailbox {self.name!r}"
+            self._execute, resume=self._until_executed, undo=self.undo, name=f"mailbox {self.name!r}"
         )
         try:
             opening = do.Open(self.name)
@@ -237,7 +237,7 @@ class SQLiteBackend(do.BatchedBackend):
         self.waiters.announced = math.inf
         if self.waiters.parked:
             try:
-                await self._call(do.Sweep())
+                await self.call(do.Sweep())
             except MainspringError:  # the receives themselves will hear of it
                 return self._now() + LOOK_AGAIN
         return math.inf
@@ -247,7 +247,7 @@ class SQLiteBackend(do.BatchedBackend):
     async def send(self, envelopes: list[Envelope]) -> list[str]:
         for envelope in envelopes:
             check_row("a message", envelope)
-        ids: list[str] = await self._call(do.Send(envelopes, self._capacity))
+        ids: list[str] = await self.call(do.Send(envelopes, self._capacity))
         return ids
 
     async def _keep(self) -> None:
@@ -270,13 +270,13 @@ class SQLiteBackend(do.BatchedBackend):
         else:
             check_row("a reply", settlement.reply)
             command = do.Reply(delivery, settlement)
-        await self._call(command)
+        await self.call(command)
 
     async def checkpoint(self, delivery: ClaimedMessage, state: bytes) -> None:
         check_column("a checkpoint", len(state))
         await super().checkpoint(delivery, state)
 
-    async def _call(self, command: Command) -> Any:
+    async def call(self, command: Command) -> Any:
         if self._now() >= self._keep_at:
             await self._keep()
         command.mailbox = self._number
