@@ -5,18 +5,18 @@ from __future__ import annotations
 import re
 
 _SERVER = r"rediss?(?:\+[a-z]{1,20})?|postgres(?:ql)?|nats|tls"
-_LOGIN = re.compile(
-    r"\b(https?://)[^\s/?#]{0,1000}@"
+# Patterns as text, which `re` compiles at their first use and keeps: a start without an error compiles none.
+_LOGIN = (
+    r"(?i)\b(https?://)[^\s/?#]{0,1000}@"
     r"|\b(?!https?:|memory:|sqlite:)([a-z][a-z0-9+.-]{0,30}:?//)(?!/)\S{0,1000}@"
-    rf"|\b((?:{_SERVER})(?::[/\\]{{0,5}}|/{{2,5}}))\S{{0,1000}}@",
-    re.IGNORECASE,
+    rf"|\b((?:{_SERVER})(?::[/\\]{{0,5}}|/{{2,5}}))\S{{0,1000}}@"
 )
 _NAME = r"(?:pass|password|passwd|passphrase|pwd|token|secret)"
-_OPTION = re.compile(rf"({_NAME}\s{{0,3}}=\s{{0,3}})(?:'[^']*'|\"[^\"]*\"|[^&#\s]*[^&#\s'\",:;.)])", re.IGNORECASE)
-_QUERY = re.compile(rf"({_NAME}=)[^&]*", re.IGNORECASE)
-_HEAD = re.compile(rf"\s*(?:[a-z][a-z0-9+.-]*(?:%20)?:?//+|(?:{_SERVER}):[/\\]*)", re.IGNORECASE)
-_LINE_END = re.compile(r"([^\s.,:;?!])\s*\n\s*")
-_NO_PORT = re.compile(r"(//[^/?#\[\]@]*?:)(?!\d*(?:[,/?#]|$)).+")
+_OPTION = rf"(?i)({_NAME}\s{{0,3}}=\s{{0,3}})(?:'[^']*'|\"[^\"]*\"|[^&#\s]*[^&#\s'\",:;.)])"
+_QUERY = rf"(?i)({_NAME}=)[^&]*"
+_HEAD = rf"(?i)\s*(?:[a-z][a-z0-9+.-]*(?:%20)?:?//+|(?:{_SERVER}):[/\\]*)"
+_LINE_END = r"([^\s.,:;?!])\s*\n\s*"
+_NO_PORT = r"(//[^/?#\[\]@]*?:)(?!\d*(?:[,/?#]|$)).+"
 
 
 def without_secrets(text: str) -> str:
@@ -29,7 +29,7 @@ def without_secrets(text: str) -> str:
     """
     if not any(sign in text for sign in ("//", "@", "=")):
         return text
-    return _OPTION.sub(r"\1***", _LOGIN.sub(r"\1\2\3", text))
+    return re.sub(_OPTION, r"\1***", re.sub(_LOGIN, r"\1\2\3", text))
 
 
 def shown(url: str) -> str:
@@ -43,9 +43,9 @@ def shown(url: str) -> str:
     bare = "%20".join(url.split())
     _, at, rest = bare.rpartition("@")
     if at:
-        head = _HEAD.match(bare)
+        head = re.match(_HEAD, bare)
         bare = f"{head[0] if head else ''}{rest}"
-    return without_secrets(_QUERY.sub(r"\1***", _NO_PORT.sub(r"\1***", bare)))
+    return without_secrets(re.sub(_QUERY, r"\1***", re.sub(_NO_PORT, r"\1***", bare)))
 
 
 def one_line(text: object) -> str:
@@ -53,5 +53,5 @@ def one_line(text: object) -> str:
 
     A semicolon stands where a line ended without a mark.
     """
-    line = " ".join(_LINE_END.sub(r"\1; ", str(text).strip()).split())
+    line = " ".join(re.sub(_LINE_END, r"\1; ", str(text).strip()).split())
     return "".join(char if char.isprintable() else " " for char in line)
