@@ -1,7 +1,7 @@
 """How the processes that share a mailbox file wake each other: a socket of each in a directory beside the file.
 
 A notification is sent after the COMMIT, so what it tells of can be seen. It can be lost: waiting receives look again once
-a second. The writer's thread hears it (``Writer._watch``) and wakes the waiting claims.
+a second. A thread of its own hears it (``Writer._watch``). Which receives are woken, and when, is decided in ``writer``.
 """
 
 from __future__ import annotations

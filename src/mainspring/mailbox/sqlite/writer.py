@@ -214,6 +214,8 @@ class Writer:
             self._running = False
             return True
 
+    # --------------------------------------------------------------------------------------- who is woken when
+
     def _tell(self, work: UnitOfWork, real: bool) -> None:
         """After a commit: wake who may have something to claim, here and in other processes."""
         if work.gained or work.dated:
@@ -236,6 +238,15 @@ class Writer:
             waiters.signals += 1
             if waiters.parked:
                 process.call_soon(waiters.loop, partial(waiters.wake, count))
+
+    def _wake_all(self) -> None:
+        for waiters in self._everybody():
+            waiters.signals += 1
+            if waiters.parked:
+                process.call_soon(waiters.loop, waiters.wake_all)
+
+    def _everybody(self) -> list[SQLiteWaiters]:
+        return [waiters for group in self._waiters.values() for waiters in group]
 
     def _tell_of_cancelled(self, cancelled: list[tuple[int, str]]) -> None:
         for mailbox, message_id in cancelled:
@@ -307,12 +318,3 @@ class Writer:
                 self._tell_of_cancelled([told for note in notified if (told := read_note(note)) is not None])
             if parked:
                 self._inbox.put(Job((Look(),), clock.boot_time, 0.0))
-
-    def _wake_all(self) -> None:
-        for waiters in self._everybody():
-            waiters.signals += 1
-            if waiters.parked:
-                process.call_soon(waiters.loop, waiters.wake_all)
-
-    def _everybody(self) -> list[SQLiteWaiters]:
-        return [waiters for group in self._waiters.values() for waiters in group]
