@@ -260,6 +260,39 @@ def cascade(seconds, *, timeout=30.0, critical_timeout=None):
     return group, boxes, log
 
 
+async def test_the_time_of_a_loop_that_was_told_to_stop_alone_is_not_that_of_its_turn(virtual_clock):
+    group, boxes, log = cascade({"background": 20, "critical": 100}, critical_timeout=3)
+    for name, mailbox in boxes.items():
+        await mailbox.send({"loop": name})
+    async with running(group):
+        await anyio.sleep(1)
+        group.actors[0].tell(DrainRequest())
+        await anyio.sleep(1)
+        await group.shutdown()
+    assert ("cancelled", "critical", 5.0) in log
+    assert ("cancelled", "background", 22.0) not in log
+    assert [(part.name, part.ending, part.seconds) for part in group.report.parts] == [
+        ("critical", "cancelled", 4),
+        ("background", "finished", 20),
+    ]
+
+
+@pytest.mark.parametrize("how", ["loop", "actor"])
+async def test_work_that_the_shutdown_of_one_loop_cancels_is_in_the_report(how, virtual_clock):
+    group, mailbox = one_loop_group(take_long)
+    await mailbox.send({"seconds": 100})
+    async with running(group):
+        await anyio.sleep(1)
+        told = group.loops[0] if how == "loop" else group.actors[0]
+        assert await told.shutdown(timeout=7) is False
+        assert virtual_clock.now == 8
+    [part] = group.report.parts
+    assert (part.ending, part.seconds) == ("cancelled", 7)
+    assert "take_long" in part.where[0]
+    assert group.report.exit_status == 70
+    assert (await mailbox.counts()).pending == 1
+
+
 async def test_critical_loops_take_work_until_those_below_have_ended(virtual_clock):
     group, boxes, log = cascade({"background": 5, "critical": 1})
     await boxes["background"].send({"loop": "background"})

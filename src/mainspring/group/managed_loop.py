@@ -17,11 +17,11 @@ from mainspring.runtime.scope import lone_error
 from mainspring.runtime.shutdown_report import Ending, PartReport
 from mainspring.worker.actor import LoopActor
 from mainspring.worker.adapter import LoopAdapter
-from mainspring.worker.control import DrainRequest, ShutdownRequest
+from mainspring.worker.control import DrainRequest, ShutdownNotice, ShutdownRequest
 from mainspring.worker.runnable import AnyRunnable, Runnable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     from mainspring.policies import RestartPolicy
 
@@ -76,10 +76,8 @@ class ManagedLoop:
         self.ended = anyio.Event()
         self.error: Exception | None = None
         self.restarts = 0
-        self.stop_began: float | None = None
         self.ended_at: float | None = None
         self._up_since: float | None = None
-        self._cancelled = False
         self._dispatcher = dispatcher
         self._restart = restart
         self._changed = changed
@@ -112,16 +110,14 @@ class ManagedLoop:
     @property
     def stopping(self) -> bool:
         """True if it was told to stop: with the group, or alone."""
-        return self.stop_began is not None or self.actor._stop_began is not None  # noqa: SLF001 - this package's own
+        return self.actor.stopped.is_set()
 
     async def run(self, keywords: dict[str, Any]) -> None:
         """Run the loop until it ends for good. Its last error is kept, not raised: the group decides what it means."""
-        self.actor.on_stop = self._enter_stopping
         try:
-            async with self.actor.serving():
-                await self._run_until_told(keywords)
+            async with self.actor.serving(self._enter_stopping) as run_loop:
+                await self._run_until_told(partial(run_loop, **keywords))
         finally:
-            self.actor.on_stop = None
             for unsubscribe in self._unsubscribe:
                 unsubscribe()
             self._enter_stopping()
@@ -131,20 +127,19 @@ class ManagedLoop:
             self.ended.set()
             self._changed()
 
-    async def _run_until_told(self, keywords: dict[str, Any]) -> None:
-        if not self.stopping:
-            self._to(ServiceState.STARTING)
+    async def _run_until_told(self, run_loop: Callable[[], Awaitable[None]]) -> None:
+        self._to(ServiceState.STARTING)
         while not self.stopping:
             self._to(ServiceState.RUNNING)
             self.begun.set()
             began = anyio.current_time()
-            error = await self._run_once(keywords)
+            error = await self._run_once(run_loop)
             if error is None or not await self._restart_after(error, anyio.current_time() - began):
                 break
 
-    async def _run_once(self, keywords: dict[str, Any]) -> Exception | None:
+    async def _run_once(self, run_loop: Callable[[], Awaitable[None]]) -> Exception | None:
         try:
-            await self.actor._run_loop(**keywords)  # noqa: SLF001 - this package's own
+            await run_loop()
         except (Exception, BaseExceptionGroup, SystemExit, KeyboardInterrupt) as raised:
             error = lone_error(raised)
             if isinstance(error, Exception):
@@ -175,11 +170,13 @@ class ManagedLoop:
 
     # ------------------------------------------------------------------------------------------------------ stopping
 
-    def stop_intake(self, now: float, within: float) -> None:
+    def announce_shutdown(self) -> None:
+        """Tell its work that the end is near."""
+        self.actor.tell(ShutdownNotice())
+
+    def stop_intake(self, within: float) -> None:
         """Tell it to take no new work, and that its work is cancelled ``within`` seconds from now; once."""
-        if self.stop_began is None:
-            self.stop_began = now
-            self._enter_stopping()  # also where no actor serves yet
+        if not self.stopping:
             self.actor.tell(DrainRequest(within=within))
 
     def _enter_stopping(self) -> None:
@@ -188,8 +185,7 @@ class ManagedLoop:
 
     def cancel_work(self) -> None:
         """Tell it to cancel its work; once."""
-        if not self._cancelled:
-            self._cancelled = True
+        if self.actor.cancelled_at is None:
             self.actor.tell(ShutdownRequest(timeout=0, cancel_grace=math.inf))
 
     def abort(self) -> None:
@@ -199,9 +195,8 @@ class ManagedLoop:
     def report(self, now: float) -> PartReport:
         """Return how it ended, or how it stands."""
         until = now if self.ended_at is None else self.ended_at
-        told = [at for at in (self.stop_began, self.actor._stop_began) if at is not None]  # noqa: SLF001 - this package's own
-        seconds = max(0.0, until - min(told)) if told else 0.0
-        cancelled_at = self.actor._cancelled_at  # noqa: SLF001 - this package's own
+        began, cancelled_at = self.actor.stop_began, self.actor.cancelled_at
+        seconds = 0.0 if began is None else max(0.0, until - began)
         if not self.ended.is_set():
             # The remembered lines first: this may be called on another thread, for which a task that spins has no line.
             return PartReport(self.name, Ending.STUCK, seconds, cancelled_at or self.actor.where())

@@ -102,12 +102,12 @@ class Shutdown:
     async def _stop_intake(self) -> None:
         self._enter(GroupState.STOP_INTAKE)
         for managed in self._managed_loops:
-            managed.loop.announce_shutdown()
+            managed.announce_shutdown()
         levels = self._levels()
         for index, level in enumerate(levels):
             now = anyio.current_time()
             for managed in level:
-                managed.stop_intake(now, self._left(managed, now))
+                managed.stop_intake(self._left(managed))
             left = len(levels) - index
             if left > 1:
                 await self._wait(lambda level=level: _ended(level), lambda now=now, left=left: self._share(now, left))  # type: ignore[misc]
@@ -127,9 +127,8 @@ class Shutdown:
         levels = self._levels()
         with anyio.move_on_after(self._cancel_grace):
             for level in levels:
-                now = anyio.current_time()
                 for managed in level:
-                    managed.stop_intake(now, self._left(managed, now))
+                    managed.stop_intake(self._left(managed))
                     managed.cancel_work()
                 if level is not levels[-1]:
                     with anyio.move_on_after(self._cancel_grace * IN_ORDER / (len(levels) - 1)):
@@ -157,17 +156,19 @@ class Shutdown:
             with anyio.move_on_after(end - now):
                 await self._change.wait()
 
-    def _left(self, managed: ManagedLoop, now: float) -> float:
+    def _left(self, managed: ManagedLoop) -> float:
         """Return the seconds that a managed loop has from now on before its work is cancelled."""
+        now = anyio.current_time()
         own = managed.loop.shutdown_timeout
         limit = self._deadline if own is None or self._deadline == math.inf else min(self._deadline, now + own)
         return max(0.0, limit - now)
 
     def _own_deadline(self, managed: ManagedLoop) -> float:
         own = managed.loop.shutdown_timeout
-        if own is None or managed.stop_began is None or self._deadline == math.inf:
+        began = managed.actor.stop_began
+        if own is None or began is None or self._deadline == math.inf:
             return math.inf
-        return max(managed.stop_began, self._limited_at) + own
+        return max(began, self._limited_at) + own
 
     def _set_deadline(self, deadline: float) -> None:
         if self._deadline == math.inf:

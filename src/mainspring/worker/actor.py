@@ -37,6 +37,7 @@ from mainspring.worker.control import (
     PauseRequest,
     PingRequest,
     ResumeRequest,
+    ShutdownNotice,
     ShutdownRequest,
 )
 from mainspring.worker.runnable import AnyRunnable, Runnable, Steerable, stop_in_time
@@ -88,14 +89,15 @@ class LoopActor:
         self._on_message = on_message
         self._context = copy_context()
         self.loop: Steerable = loop if isinstance(loop, Steerable) else LoopAdapter(loop)
-        self._stop_began: float | None = None
-        """When it was told to stop (anyio's clock), or None."""
         self.stopped = anyio.Event()
         """Set once it is told to stop."""
-        self.on_stop: Callable[[], object] | None = None
-        """Called once it is told to stop, on its event loop."""
-        self._cancelled_at: tuple[str, ...] | None = None
+        self.stop_began: float | None = None
+        """When it was told to stop (anyio's clock), or None."""
+        self.stop_within = math.inf
+        """Seconds that it then had before its work is cancelled, as far as its sender knew."""
+        self.cancelled_at: tuple[str, ...] | None = None
         """The lines its work stood on when that was cancelled, or None."""
+        self._on_stop: Callable[[], object] | None = None
         self._belong_here()
         self._inbox: deque[tuple[ControlMessage[Any], TicketWriter[Any]]] = deque()
         self._event_loop: object | None = None  # while it serves; None refuses messages
@@ -204,6 +206,9 @@ class LoopActor:
             case ResumeRequest():
                 self.loop.resume()
                 answer.offer(None)
+            case ShutdownNotice():
+                self.loop.announce_shutdown()
+                answer.offer(None)
             case DrainRequest():
                 self._stop(answer, message.within)
             case ShutdownRequest():
@@ -253,20 +258,13 @@ class LoopActor:
 
     def _stop(self, answer: TicketWriter[bool], within: float) -> None:
         self._stops.append(answer)
-        if self._stop_began is None:
-            self._stop_began = anyio.current_time()
+        if not self.stopped.is_set():
+            self.stop_began, self.stop_within = anyio.current_time(), within
             self.stopped.set()
-            if self.on_stop is not None:
-                self.on_stop()
+            if self._on_stop is not None:
+                self._on_stop()
             if self._at_work:  # else the loop would remember it, and its next run would end before it began
-                if isinstance(self.loop, LoopAdapter):
-                    self.loop.stop_within = within
                 self.loop.stop_intake()
-
-    def _loop_was_told(self) -> None:
-        """Take a stop of the loop by its own ``shutdown()``, past the actor, for a drain."""
-        if self._stop_began is None:
-            self.tell(DrainRequest())
 
     def _hurry(self, message: ShutdownRequest) -> None:
         if message.timeout <= 0:
@@ -286,17 +284,23 @@ class LoopActor:
 
         A pause ends with it. :raises ConfigError: it is running already.
         """
-        async with self.serving():
-            if self._stop_began is None:
-                await self._run_loop(**keywords)
+        async with self.serving() as run_loop:
+            if not self.stopped.is_set():
+                await run_loop(**keywords)
 
     @asynccontextmanager
-    async def serving(self) -> AsyncIterator[None]:
-        """Serve control messages while the block runs, in which :meth:`_run_loop` may be called, and be called again."""
+    async def serving(
+        self, on_stop: Callable[[], object] | None = None
+    ) -> AsyncIterator[Callable[..., Awaitable[None]]]:
+        """Serve control messages while the block runs. It is given what runs the loop once, and may call that repeatedly.
+
+        ``on_stop()`` is called once the loop is told to stop, by whichever call.
+        """
         if self._event_loop is not None:
             raise ConfigError(f"{self!r} is already running")
-        self._stop_began = self._cancelled_at = None
+        self.stop_began = self.cancelled_at = None
         self.stopped, self._ended, self._wake = anyio.Event(), anyio.Event(), anyio.Event()
+        self._on_stop = on_stop
         self._crashed = False
         self._context = copy_context()
         async with DaemonScope(f"control of {self.name}") as self._scope:
@@ -305,15 +309,14 @@ class LoopActor:
                 self._come_from_a_fork()
             with self._lock:
                 self._event_loop = event_loop()
-            self.loop.on_stop = self._loop_was_told
+            self.loop.actor = self
             try:
-                yield
+                yield self._run_loop
             finally:
-                self.loop.on_stop = None
+                self.loop.actor = None
                 self._end()
 
     async def _run_loop(self, **keywords: Any) -> None:
-        """One run of the loop, while control messages are served."""
         self._at_work = True
         try:
             await self.loop.run(**keywords)
@@ -333,7 +336,7 @@ class LoopActor:
             answer.offer_error(self._not_running(message))
         stops, self._stops = self._stops, []
         for answer in stops:
-            answer.offer(self._cancelled_at is None and not self._crashed)
+            answer.offer(self.cancelled_at is None and not self._crashed)
         if self.loop.paused:
             try:
                 self.loop.resume()
@@ -368,14 +371,14 @@ class LoopActor:
 
     def cancel_work(self) -> None:
         """Cancel its work, remembering the lines that it stood on; once."""
-        if not self._ended.is_set() and self._cancelled_at is None:
-            self._cancelled_at = self.where()
+        if not self._ended.is_set() and self.cancelled_at is None:
+            self.cancelled_at = self.where()
             self.loop.cancel_work()
 
     def abort(self) -> None:
         """Cancel its run, settlements included, where cancelling the work was not enough; remembers the lines again."""
         if not self._ended.is_set():
-            self._cancelled_at = tuple(dict.fromkeys((*(self._cancelled_at or ()), *self.where())))
+            self.cancelled_at = tuple(dict.fromkeys((*(self.cancelled_at or ()), *self.where())))
             self.loop.abort()
 
     def where(self) -> tuple[str, ...]:
@@ -388,7 +391,7 @@ class LoopActor:
         reason = None
         if not self.running:
             reason = "not running"
-        elif self._stop_began is not None:
+        elif self.stopped.is_set():
             reason = "stopping"
         elif loop.trouble is not None:
             reason = loop.trouble
@@ -401,7 +404,7 @@ class LoopActor:
             healthy=reason is None,
             reason=reason,
             paused=loop.paused,
-            stopping=self._stop_began is not None,
+            stopping=self.stopped.is_set(),
             in_flight=loop.in_flight,
             oldest_beat_age=max((run.beat_age() for run in loop.runs), default=0.0),
             heartbeat_age=loop.heartbeat.elapsed(),

@@ -19,11 +19,13 @@ from mainspring.runtime.heartbeat import Heartbeat
 from mainspring.threads.entry import Entry
 from mainspring.threads.own_thread import OwnThread
 from mainspring.validation import MAX_DELAY, is_number, is_whole
+from mainspring.worker.control import DrainRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from mainspring.errors import HandlerStalledError
+    from mainspring.worker.actor import LoopActor
     from mainspring.worker.runnable import AnyRunnable
 
 
@@ -122,9 +124,7 @@ class LoopAdapter:
         if not is_whole(self.shutdown_priority):
             raise ConfigError(f"{loop!r}: shutdown_priority must be a whole number, not {self.shutdown_priority!r}")
         self.claims: Sequence[Any] = ()
-        self.on_stop: Callable[[], object] | None = None
-        self.stop_within = math.inf
-        """Seconds that it has, from when it is told to stop, before its run is cancelled."""
+        self.actor: LoopActor | None = None
         self._scope: anyio.CancelScope | None = None
         self._entry: Entry | None = None
         self._stop = anyio.Event()
@@ -149,7 +149,6 @@ class LoopAdapter:
         if self.left_behind is not None:
             raise ConfigError(f"loop {self.name!r}: its earlier run was left behind and is still at {self.left_behind}")
         self._stop = anyio.Event()
-        self.stop_within = math.inf
         self._entry = Entry(f"loop {self.name!r}")
         self._scope = anyio.CancelScope()
         self._subject = subject = _AdapterRun(self, self._scope)
@@ -189,11 +188,12 @@ class LoopAdapter:
 
     async def _shut_down_when_told(self) -> None:
         await self._stop.wait()
+        timeout = math.inf if self.actor is None else self.actor.stop_within
         if self._run_form.is_async:
-            await self.shutdown(timeout=self.stop_within)
+            await self.shutdown(timeout=timeout)
         else:
             with real_work():  # until the run ends, and cancels this
-                await self.shutdown(timeout=self.stop_within)
+                await self.shutdown(timeout=timeout)
                 await anyio.sleep_forever()
 
     async def shutdown(self, *, timeout: float = 30.0) -> bool:
@@ -242,8 +242,8 @@ class LoopAdapter:
 
     def _told_to_stop(self) -> None:
         self._stop.set()
-        if self.on_stop is not None:
-            self.on_stop()
+        if self.actor is not None:
+            self.actor.tell(DrainRequest())
 
     def pause(self) -> None:
         """Call its ``pause``."""

@@ -75,6 +75,13 @@ class ResumeRequest(ControlMessage[None]):
 
 
 @dataclass(frozen=True, slots=True)
+class ShutdownNotice(ControlMessage[None]):
+    """The end is near: handlers see it as ``ctx.shutting_down``. Work is taken as before, until a message says otherwise."""
+
+    ticket: Ticket[None] = field(default_factory=partial(Ticket, "shutdown notice"))
+
+
+@dataclass(frozen=True, slots=True)
 class DrainRequest(ControlMessage[bool]):
     """Take no new work, finish what is in hand however long that takes, and end. The answer comes at the end: whether
     all of it ended by itself.

@@ -18,6 +18,7 @@ from mainspring.policies import DeadLetterPolicy, LeasePolicy, RetryPolicy
 from mainspring.runtime.heartbeat import Heartbeat
 from mainspring.runtime.scope import DaemonScope
 from mainspring.validation import MAX_VISIBILITY, is_number, is_whole
+from mainspring.worker.control import DrainRequest
 from mainspring.worker.delivery import WorkerSettings
 from mainspring.worker.handler import check_wrapper, inspect_handler
 from mainspring.worker.runnable import stop_in_time
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from anyio.abc import TaskStatus
 
     from mainspring.offload.pool import OffloadPool
+    from mainspring.worker.actor import LoopActor
     from mainspring.worker.delivery import Delivery, Wrapper
     from mainspring.worker.handler import HandlerOf
     from mainspring.worker.slots import Capacity
@@ -110,7 +112,8 @@ class MainLoop:
         """How many deliveries ended in which way, since the loop was made."""
         self.dispatcher = Dispatcher()
         self._capacity: Capacity | None = None
-        self.on_stop: Callable[[], object] | None = None
+        self.actor: LoopActor | None = None
+        """The actor that serves its control messages, as in a group, or None."""
         self._wrappers: list[Wrapper] = []
         self._settings = WorkerSettings(
             handler=self._handler.name,
@@ -230,6 +233,8 @@ class MainLoop:
         """
         if not is_number(timeout, 0, math.inf):
             raise ConfigError(f"shutdown: timeout must be 0 or more seconds, not {timeout!r}")
+        if (actor := self.actor) is not None:
+            return await actor.shutdown(timeout=timeout)
         self.request_shutdown()
         worker = self._worker
         if worker is None or is_inside(self):
@@ -255,8 +260,8 @@ class MainLoop:
 
     def _shut_down(self, worker: Worker) -> None:
         worker.shut_down()
-        if self.on_stop is not None:
-            self.on_stop()
+        if self.actor is not None:
+            self.actor.tell(DrainRequest())
 
     def pause(self) -> None:
         """Take no new work until :meth:`resume`; what was claimed and not begun is handed back, running handlers go on.

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from mainspring.runtime.heartbeat import Heartbeat
+    from mainspring.threads.entry import AnywhereEvent
+    from mainspring.worker.actor import LoopActor
 
 
 @runtime_checkable
@@ -72,8 +74,8 @@ class Steerable(Runnable, Protocol):
     shutdown_timeout: float | None
     shutdown_priority: int
     pausable: bool
-    on_stop: Callable[[], object] | None
-    """Called when a run is told to stop, by whichever of its calls; perhaps more than once."""
+    actor: LoopActor | None
+    """The actor that serves its control messages, or None. What stops the loop past it tells it a DrainRequest."""
 
     def pause(self) -> None:
         """Take no new work until :meth:`resume`."""
@@ -117,27 +119,9 @@ class Steerable(Runnable, Protocol):
         """Why it cannot take work just now, or None."""
 
 
-class Happening(Protocol):
-    """An event, whose waiters wait on the one event loop or on any."""
-
-    def is_set(self) -> bool:
-        """True once it has happened."""
-
-    async def wait(self) -> Any:
-        """Wait until it happens."""
-
-
-class Stoppable(Protocol):
-    """What ends by itself, by having its work cancelled, or by having its run cancelled."""
-
-    def cancel_work(self) -> None:
-        """Cancel the work in hand."""
-
-    def abort(self) -> None:
-        """Cancel the whole run."""
-
-
-async def stop_in_time(loop: Stoppable, ended: Happening, *, timeout: float, cancel_grace: float) -> bool:
+async def stop_in_time(
+    loop: Steerable | LoopActor, ended: anyio.Event | AnywhereEvent, *, timeout: float, cancel_grace: float
+) -> bool:
     """Give a loop that was told to stop ``timeout`` seconds, and its cancelled work ``cancel_grace`` more, before its run is
     cancelled as a whole. Returns when ``ended`` is set: whether it ended by itself."""
     with anyio.move_on_after(timeout):

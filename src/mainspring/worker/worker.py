@@ -145,14 +145,10 @@ class Worker:
 
     # ----------------------------------------------------------------------------------------------------- stopping
 
-    def stop_intake(self) -> None:
-        """Receive no more. A long poll is interrupted at once, and the backlog is released."""
-        self.admission.stop()
-
     def shut_down(self) -> None:
-        """Set ``shutting_down`` for the handlers, and receive no more."""
+        """Set ``shutting_down`` for the handlers, and receive no more. The backlog is released."""
         self.shutting_down.set()
-        self.stop_intake()
+        self.admission.stop()
 
     def cancel_handlers(self) -> None:
         """Cancel the handlers that run. Their messages are released uncharged."""
