@@ -18,6 +18,21 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PACKAGE = Path(mainspring.__file__).parent
 DIRECTIVE = re.compile(r"^::: (mainspring\S+)$", re.MULTILINE)
+EARLIER_PATHS = {
+    "mainspring.budget.Usage": "mainspring.state.budget.Usage",
+    "mainspring.loops.tool_calls.ToolCallBlock": "mainspring.worker.tool_calls.ToolCallBlock",
+    "mainspring.session.append": "mainspring.state.session.append",
+    "mainspring.session.journal.Journal": "mainspring.state.session.journal.Journal",
+    "mainspring.session.journal_file.FileJournal": "mainspring.state.session.journal_file.FileJournal",
+    "mainspring.session.journal_sqlite.SQLiteJournal": "mainspring.state.session.journal_sqlite.SQLiteJournal",
+    "mainspring.session.on": "mainspring.state.session.on",
+    "mainspring.session.replace_latest": "mainspring.state.session.replace_latest",
+    "mainspring.session.upsert_by": "mainspring.state.session.upsert_by",
+    "mainspring.session.versioned": "mainspring.state.session.versioned",
+    "mainspring.states.LoopThreadState": "mainspring.core.state_machine.LoopThreadState",
+    "mainspring.watchdog.HeartbeatSubject": "mainspring.HeartbeatSubject",
+}
+"""What earlier releases documented under another path, which stays importable for one release, and where it is now."""
 
 
 def named_in_the_reference() -> list[str]:
@@ -36,6 +51,11 @@ def found_at(path: str) -> object:
 @pytest.mark.parametrize("path", named_in_the_reference())
 def test_what_the_reference_names_exists_and_has_a_docstring(path: str) -> None:
     assert found_at(path).__doc__
+
+
+@pytest.mark.parametrize(("earlier", "now"), EARLIER_PATHS.items())
+def test_what_the_reference_named_before_is_importable_by_that_path(earlier: str, now: str) -> None:
+    assert found_at(earlier) is found_at(now)
 
 
 def test_the_reference_has_every_public_name() -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import sys
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -185,3 +189,12 @@ def test_the_guardian_tries_again_where_the_ward_is_hard_to_kill_and_dumps_once(
     assert not run_guardian(guard, time, 12.5)
     assert ward.done[:3] == [60, "kill", "kill"]
     assert ward.done.count(60) == 1
+
+
+def test_it_imports_the_standard_library_only():
+    """It is run by path with ``-I -S``, so nothing else would be found."""
+    nodes = list(ast.walk(ast.parse(Path(guardian_child.__file__).read_text(encoding="utf-8"))))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)]
+    assert names
+    assert {name.partition(".")[0] for name in names} <= sys.stdlib_module_names

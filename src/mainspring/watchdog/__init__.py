@@ -5,3 +5,5 @@ an event loop that does not turn, and ends a process that must leave. The guardi
 interpreter that is blocked, GIL and all, and kills it. The guardian's program imports the standard library only, so
 that it starts at once and cannot fail with us.
 """
+
+from mainspring.watchdog.watchdog import HeartbeatSubject as HeartbeatSubject  # its import path in earlier releases
