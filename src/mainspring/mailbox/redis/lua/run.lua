@@ -29,7 +29,7 @@ end
 
 -- Whether a transient mailbox does not exist (any more): what is sent to it is dropped, so that it does not come back.
 local function is_missing(of)
-  return of.transient and redis.call('EXISTS', of.state) == 0
+  return is_transient(of) and redis.call('EXISTS', of.state) == 0
 end
 
 -- A reply: to the mailbox of that number, its rank, and where in ARGV it is; nil: there is none.
@@ -121,7 +121,7 @@ local operations = {
         box.added = math.max(box.added, redis.call('ZCARD', box.ready))
       end
     end
-    if box.transient then -- the server may have lost it
+    if is_transient(box) then -- the server may have lost it
       make_known(box)
     end
     return found
@@ -323,11 +323,8 @@ local function others_wait(of)
   return waiters > 1 or waiters == 1 and not (of.waiter and redis.call('ZSCORE', of.waiters, of.waiter))
 end
 
-local function call_waiters(of)
-  if of.added > 0 and not of.no_waiters then
-    wake(of)
-  end
-  local due = of.first_due and others_wait(of) and next_due(of)
+local function tell_due(of)
+  local due = others_wait(of) and next_due(of)
   if due and of.first_due <= due then
     publish(of, 'all', 'd' .. text(of.first_due - now))
   end
@@ -335,9 +332,12 @@ end
 
 -- What is behind the operations of a batch. They have been done: nothing of this is an error of theirs. Who should have been
 -- called and was not, looks by itself after a while.
-local function finish(of)
-  if of.first_due or of.added > 0 and not of.no_waiters then
-    pcall(call_waiters, of)
+local function finish(of, behind)
+  if of.added > 0 and not of.no_waiters then
+    pcall(wake, of)
+  end
+  if of.first_due then
+    pcall(tell_due, of)
   end
   if of.tick then
     redis.pcall('HSET', of.state, 'tick', text(of.tick))
@@ -345,11 +345,11 @@ local function finish(of)
   if of.settled > 0 and type(redis.pcall('HINCRBY', of.state, 'settled', of.settled)) == 'table' then
     redis.pcall('HSET', of.state, 'settled', of.settled) -- what stood there was no number
   end
-  if of.transient then -- all of it lives for a day after its last use
+  if is_transient(of) then
     local known = redis.pcall('PTTL', of.state)
     local left = of.used and DAY or math.max(tonumber(known) or DAY, 1000)
     for i = 1, KEYS_OF_ONE do
-      redis.pcall('PEXPIRE', KEYS[of.behind + i], left)
+      redis.pcall('PEXPIRE', KEYS[behind + i], left)
     end
   end
 end
@@ -375,9 +375,9 @@ local function run(keys, arguments)
     end
     results[#results + 1] = result
   end
-  finish(box)
-  for _, other in pairs(others) do
-    finish(other)
+  finish(box, 0)
+  for number, other in pairs(others) do
+    finish(other, number * KEYS_OF_ONE)
   end
   local due = asked and next_due(box)
   results[#results + 1] = due and math.max(due - now, 0) or -1

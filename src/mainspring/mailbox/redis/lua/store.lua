@@ -65,14 +65,17 @@ end
 
 -- The mailbox whose keys begin behind KEYS[behind]. Operations read of its state what they need.
 local function box_of(behind)
-  local box = {
-    behind = behind, added = 0, settled = 0, dropped = 0,
+  return {
+    added = 0, settled = 0, dropped = 0, no_waiters = false,
     messages = KEYS[behind + 1], ready = KEYS[behind + 2], delayed = KEYS[behind + 3], leases = KEYS[behind + 4],
     state = KEYS[behind + 5], more = KEYS[behind + 6], dedup = KEYS[behind + 7], expiry = KEYS[behind + 8],
     dead = KEYS[behind + 9], dead_order = KEYS[behind + 10], dead_details = KEYS[behind + 11], waiters = KEYS[behind + 12],
   }
-  box.transient = string.sub(box.state, 1, 5) == '{ms:~'
-  return box
+end
+
+-- Whether all of a mailbox lives for a day after its last use.
+local function is_transient(box)
+  return string.sub(box.state, 1, 5) == '{ms:~'
 end
 
 local function channel_of(box, name)
