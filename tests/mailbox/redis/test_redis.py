@@ -328,6 +328,21 @@ async def test_what_is_sent_to_a_transient_mailbox_that_is_gone_is_dropped(here,
         assert here.found() == []
 
 
+async def test_a_reply_lives_as_long_as_the_transient_mailbox_it_goes_to(here, anyio_backend):
+    here.prefix = f"~{here.prefix}"
+    async with here.mailbox("requests") as requests, here.mailbox("replies") as replies:
+        await requests.send_many(["x", "y"], reply_to=replies)
+        first, second = await requests.receive(max_messages=2)
+        here.call("PEXPIRE", here.key("state", "replies"), 5_000)
+        await first.reply("taken")
+        keys = [key for key in here.found() if b"replies" in key]
+        assert len(keys) == 3, "state, record and index"
+        assert all(0 < here.call("PTTL", key) <= 5_000 for key in keys)
+        here.call("DEL", *keys)
+        await second.reply("dropped")
+        assert not [key for key in here.found() if b"replies" in key], "a reply makes it exist again"
+
+
 # ------------------------------------------------------------------------------------------------------ what it tells
 
 

@@ -16,6 +16,7 @@ from mainspring import (
     SerializationError,
 )
 from mainspring.mailbox.message import CancelOutcome, Counts, Envelope
+from mainspring.mailbox.redis.commands import claimed_at
 from mainspring.mailbox.redis.mailbox import RedisMailbox
 from redis_support import CALLS, line_to, place, soon, used_memory
 from scripted_redis import Scripted, Sentinel, hello
@@ -278,6 +279,19 @@ async def test_more_than_one_call_may_take_is_the_callers_mistake(here, anyio_ba
         with pytest.raises(InvalidParameterError, match="at most 250,000 messages at once, not 250,001"):
             await mailbox.send_many([0] * 250_001)
         assert await mailbox.counts() == Counts()
+
+
+async def test_no_two_claims_are_at_one_time_though_the_servers_clock_is_set_back(here, anyio_backend):
+    """A later claim has a later time: by that the library knows which claims a client has not heard of."""
+    async with here.mailbox() as mailbox:
+        await mailbox.send_many([1, 2, 3])
+        last = 2**52  # microseconds: in the year 2112
+        here.call("HSET", here.key("state"), "tick", last)
+        for _ in range(3):
+            (message,) = await mailbox.receive()
+            claimed = claimed_at(message.receipt_handle.encode())
+            assert claimed > last
+            last = claimed
 
 
 # --------------------------------------------------------------------------------------------------- keys that are lost
