@@ -14,15 +14,16 @@ from typing_extensions import TypeVar
 
 from mainspring.core import clock
 from mainspring.core.process import event_loop
-from mainspring.errors import ConfigError, MainspringError, ReceiptHandleExpiredError
+from mainspring.errors import ConfigError, MainspringError
 from mainspring.mailbox import batched as do
 from mainspring.mailbox.backend import TRANSIENT, TRANSIENT_LIFE, Capabilities, MailboxStatistics
 from mainspring.mailbox.batched import Batcher, Command
-from mainspring.mailbox.limits import check_column, check_row
+from mainspring.mailbox.limits import check_column, check_row, lease_over
 from mainspring.mailbox.mailbox import Mailbox
 from mainspring.mailbox.message import Dead, Nack
 from mainspring.mailbox.settings import NUMBER, Capacity, Options, name_at, with_query
 from mainspring.mailbox.sqlite.connection import DatabaseFile
+from mainspring.mailbox.sqlite.store import Acknowledge, is_lease
 from mainspring.mailbox.sqlite.writer import LOOK_AGAIN, Job, SQLiteWaiters, Writer
 from mainspring.runtime.interval import Periodic
 
@@ -121,7 +122,7 @@ class SQLiteOptions(Options):
 class SQLiteBackend(do.BatchedBackend):
     """A queue in the file at ``path``."""
 
-    capabilities = Capabilities(durable=True, cross_process=True, ordered=True, queue_age=True)
+    capabilities = Capabilities(durable=True, cross_process=True, ordered=True, joined_acks=True, queue_age=True)
     waiters: SQLiteWaiters
 
     def __init__(self, path: str, options: SQLiteOptions) -> None:
@@ -266,11 +267,16 @@ class SQLiteBackend(do.BatchedBackend):
         elif isinstance(settlement, Dead):
             command = do.DeadLetterCommand(delivery, _writable(settlement))
         elif settlement.reply is None:
-            command = do.Acknowledge(delivery)
+            for error in (await self.acknowledge_many([delivery])).values():
+                raise error
+            return
         else:
             check_row("a reply", settlement.reply)
             command = do.Reply(delivery, settlement)
         await self.call(command)
+
+    async def acknowledge_many(self, deliveries: list[ClaimedMessage]) -> dict[int, Exception]:
+        return await self.call(Acknowledge(deliveries))  # type: ignore[no-any-return]
 
     async def checkpoint(self, delivery: ClaimedMessage, state: bytes) -> None:
         check_column("a checkpoint", len(state))
@@ -280,12 +286,8 @@ class SQLiteBackend(do.BatchedBackend):
         if self._now() >= self._keep_at:
             await self._keep()
         command.mailbox = self._number
-        if isinstance(command, do.OfDelivery):
-            handle = command.delivery.receipt_handle
-            if not (
-                handle.isascii() and handle.isdigit() and len(handle) <= MOST_DIGITS
-            ):  # no SQLite mailbox gave it out
-                raise ReceiptHandleExpiredError(f"message {command.delivery.message_id}: {handle!r} is no lease of it")
+        if isinstance(command, do.OfDelivery) and not is_lease(command.delivery.receipt_handle):
+            raise lease_over(command.delivery)
         return await self._batcher.call(command)
 
     def _hear_cancelled(self, wanted: bool) -> None:
@@ -294,10 +296,6 @@ class SQLiteBackend(do.BatchedBackend):
 
     def sibling(self, name: str) -> SQLiteBackend:
         return SQLiteBackend(self.path, self._options.model_copy(update={"name": name, "capacity": None}))
-
-
-MOST_DIGITS = 18
-"""Digits of a number that SQLite surely has room for."""
 
 
 def _writable(dead: Dead) -> Dead:

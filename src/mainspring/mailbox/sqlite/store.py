@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from mainspring.mailbox import batched as do
 from mainspring.mailbox.backend import TRANSIENT, TRANSIENT_LIFE
@@ -22,6 +22,15 @@ if TYPE_CHECKING:
 
     from mainspring.mailbox.batched import Command
     from mainspring.mailbox.message import Envelope
+
+
+MOST_DIGITS = 18
+"""Digits of a number that SQLite surely has room for."""
+
+
+def is_lease(receipt_handle: str) -> bool:
+    """Whether a SQLite mailbox can have given it out."""
+    return receipt_handle.isascii() and receipt_handle.isdigit() and len(receipt_handle) <= MOST_DIGITS
 
 
 def cancel(work: UnitOfWork, commands: list[do.Cancel]) -> None:
@@ -151,6 +160,7 @@ def _drop_dead(work: UnitOfWork, command: do.ReplayDead | do.PurgeDead) -> int:
 
 ALL = 1_000_000
 """More receives than wait for one mailbox."""
+_UNREADABLE = Dead("the stored headers are no JSON object of strings", "NotJsonError")
 
 
 def perform(connection: Connection, commands: Sequence[Command], boot: float, wall: float) -> UnitOfWork:
@@ -224,7 +234,10 @@ def _claim(work: UnitOfWork, commands: list[do.Claim]) -> None:
         alike.setdefault((command.mailbox, command.visibility), []).append(command)
     for (mailbox, visibility), claims in alike.items():
         limit = sum(claim.limit for claim in claims)
-        deliveries = _lease(work, mailbox, limit, visibility)
+        deliveries, buried = _lease(work, mailbox, limit, visibility)
+        while buried:
+            more, buried = _lease(work, mailbox, limit - len(deliveries), visibility)
+            deliveries += more
         if len(deliveries) < limit:
             work.exhausted(mailbox)
         start = 0
@@ -235,8 +248,8 @@ def _claim(work: UnitOfWork, commands: list[do.Claim]) -> None:
                 work.empty.add(mailbox)
 
 
-def _lease(work: UnitOfWork, mailbox: int, limit: int, visibility: float) -> list[ClaimedMessage]:
-    """Lease what comes first."""
+def _lease(work: UnitOfWork, mailbox: int, limit: int, visibility: float) -> tuple[list[ClaimedMessage], int]:
+    """Lease what comes first; and how many more were buried in its place, as they cannot be read."""
     wall = work.wall
     rows = work.rows(sql.FIRST_READY, (mailbox, limit))
     while expired := [row for row in rows if row[-1] is not None and row[-1] <= wall]:  # more than were swept
@@ -245,7 +258,7 @@ def _lease(work: UnitOfWork, mailbox: int, limit: int, visibility: float) -> lis
         rows = work.rows(sql.FIRST_READY, (mailbox, limit))
     if not rows:
         work.counts(mailbox)  # which tells the receivers of one that is gone
-        return []
+        return [], 0
     until = work.boot + visibility
     lease = work.tick
     found = len(rows)
@@ -262,20 +275,27 @@ def _lease(work: UnitOfWork, mailbox: int, limit: int, visibility: float) -> lis
     delta.in_flight += found
     deliveries = []
     expiring = []
-    for _, _, seq, name, body, sent, reply_to, headers, ended, charged, first, *kept, expires_at in rows:
+    unreadable = []
+    for _, _, seq, name, body, enqueued_at, reply_to, headers, ended, charged, first, *kept, expires_at in rows:
         lease += 1
         if expires_at is not None:
             expiring.append((expires_at, seq))
         known = {} if headers is None else headers_of(headers)
+        if known is None:
+            unreadable.append((lease, seq))
+            continue
         since = wall if first is None else first
         delivery = ClaimedMessage(
-            name, body, str(lease), ended + 1, charged + 1, sent, since, reply_to, known or {}, kept[0], None, kept[1]
+            name, body, str(lease), ended + 1, charged + 1, enqueued_at, since, reply_to, known, kept[0], None, kept[1]
         )
-        delivery.is_readable = known is not None
         deliveries.append(delivery)
     if expiring:
         work.many(sql.NOT_EXPIRING, expiring)
-    return deliveries
+    for taken, seq in unreadable:
+        work.execute(sql.DROP_LEASE, (taken,))
+        delta.in_flight -= 1
+        work.bury(mailbox, seq, _UNREADABLE, 1, wall)
+    return deliveries, len(unreadable)
 
 
 def _unclaim(work: UnitOfWork, commands: list[do.Unclaim]) -> None:
@@ -293,12 +313,20 @@ def _unclaim(work: UnitOfWork, commands: list[do.Unclaim]) -> None:
 # ------------------------------------------------------------------------------------------------------------ settling
 
 
-def _acknowledge(work: UnitOfWork, commands: list[do.Acknowledge]) -> None:
-    mailboxes: dict[int, list[do.Acknowledge]] = {}
+class Acknowledge(do.AcknowledgeMany):
+    """It waits a moment for a claim, to share one transaction with it."""
+
+    joins: ClassVar[bool] = True
+
+
+def _acknowledge(work: UnitOfWork, commands: list[Acknowledge]) -> None:
+    mailboxes: dict[int, list[tuple[Acknowledge, int]]] = {}
     for command in commands:
-        mailboxes.setdefault(command.mailbox, []).append(command)
+        command.result = {}
+        mailboxes.setdefault(command.mailbox, []).extend((command, n) for n in range(len(command.deliveries)))
     for mailbox, acks in mailboxes.items():
-        given = _json_list([ack.delivery.receipt_handle for ack in acks])
+        leases = [command.deliveries[n].receipt_handle for command, n in acks]
+        given = _json_list([lease for lease in leases if is_lease(lease)])
         held = work.value(sql.COUNT_HELD, (given, mailbox, work.boot))
         if held < len(acks):
             given = _json_list(_only_held(work, mailbox, given, acks))
@@ -309,17 +337,17 @@ def _acknowledge(work: UnitOfWork, commands: list[do.Acknowledge]) -> None:
         delta.settled += held
 
 
-def _only_held(work: UnitOfWork, mailbox: int, given: str, acks: list[do.Acknowledge]) -> list[str]:
+def _only_held(work: UnitOfWork, mailbox: int, given: str, acks: list[tuple[Acknowledge, int]]) -> list[str]:
     """The leases that are held, once each; the other acknowledgements get their error."""
     held = {str(lease) for (lease,) in work.rows(sql.WHICH_HELD, (given, mailbox, work.boot))}
     good = []
-    for ack in acks:
-        lease = ack.delivery.receipt_handle
-        if lease in held:
-            held.discard(lease)
-            good.append(lease)
+    for command, number in acks:
+        delivery = command.deliveries[number]
+        if delivery.receipt_handle in held:
+            held.discard(delivery.receipt_handle)
+            good.append(delivery.receipt_handle)
         else:
-            ack.error = lease_over(ack.delivery)
+            command.result[number] = lease_over(delivery)
     return good
 
 
@@ -432,7 +460,7 @@ def _purge(work: UnitOfWork, commands: list[do.Purge]) -> None:
 _IN_ORDER: tuple[tuple[type, Callable[[UnitOfWork, Any], None]], ...] = (
     (do.Open, _open),
     (do.Unclaim, _unclaim),
-    (do.Acknowledge, _acknowledge),
+    (Acknowledge, _acknowledge),
     (do.Reply, _acknowledge_and_reply),
     (do.NackCommand, _nack),
     (do.DeadLetterCommand, _dead_letter),
