@@ -235,7 +235,8 @@ async def test_a_settlement_whose_task_is_cancelled_before_it_begins_gives_its_s
                 sent += 3
                 while sum(loop.outcomes.values()) < sent:
                     await anyio.sleep(0.001)
-        assert loop.outcomes["lost"] == len(mailbox.joined[0])
+        assert loop.outcomes["lost"] >= 1
+        assert loop.outcomes["lost"] + loop.outcomes["acknowledged"] == sent
         assert loop.in_flight == 0
     gc.collect()  # here, and not in a later test
 

@@ -85,7 +85,8 @@ async def test_a_slot_that_is_cancelled_while_it_waits_for_work_goes_on(mailbox,
                 for _ in range(times):
                     slot.cancel()
             await asyncio.sleep(0.01)
-            assert [slot.cancelling() for slot in slots] == [0, 0]
+            assert len(slots) >= 2
+            assert not any(slot.cancelling() for slot in slots)
     assert loop.outcomes == {"acknowledged": 12}
 
 

@@ -33,26 +33,6 @@ async def quick(job: int) -> None: ...
 # ------------------------------------------------------------------------------------------------------ what is leased
 
 
-@pytest.mark.parametrize("concurrency", [1, 3, 10])
-async def test_no_more_is_leased_than_there_are_handlers_to_run_it(concurrency, virtual_clock):
-    running = most = 0
-
-    async def handle(job: int) -> None:
-        nonlocal running, most
-        running += 1
-        most = max(most, running)
-        await anyio.sleep(0.001 * (job % 3))
-        running -= 1
-
-    mailbox = FaultyMailbox()
-    loop = MainLoop(mailbox, handle, concurrency=concurrency)
-    async with background(loop):
-        await mailbox.send_many(range(100))
-        await settled(mailbox)
-    assert mailbox.most_leased == most == concurrency
-    assert loop.outcomes == {"acknowledged": 100}
-
-
 async def test_a_free_slot_takes_the_next_message_without_waiting_for_the_others(virtual_clock):
     ends = []
 

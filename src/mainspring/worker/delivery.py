@@ -135,8 +135,8 @@ class Delivery:
 
     @property
     def done(self) -> bool:
-        """Whether its handler has ended (its settlement has its own deadline)."""
-        return self.phase >= Phase.ENDED
+        """Whether no handler of it runs: it was claimed ahead, or is being settled, for which there is another deadline."""
+        return self.phase != Phase.HANDLING
 
     def beat(self) -> None:
         """A sign of life, its loop's too; from the event loop or from the handler's thread."""

@@ -16,7 +16,7 @@ from mainspring.worker.delivery import Phase
 from mainspring.worker.outcome import Cause
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Awaitable, Callable, Collection
 
     from anyio.abc import TaskGroup
 
@@ -43,9 +43,9 @@ class LeaseKeeper:
         deliveries: Collection[Delivery],
         policy: LeasePolicy,
         visibility: float,
-        *,
         dispatcher: Dispatcher,
         store_health: StoreHealth,
+        give_back: Callable[[float], Awaitable[float]],
     ) -> None:
         self._name = name
         self._store_health = store_health
@@ -56,6 +56,8 @@ class LeaseKeeper:
         self._first = min(SETTLE_TIMEOUT, self._period if policy.renew != "never" else visibility)
         self._dispatcher = dispatcher
         self._timer = Periodic(self._look)
+        self.overdue = Periodic(give_back)
+        """Gives back what was claimed ahead and has not begun in time: other workers could have begun it."""
         self._tasks: TaskGroup | None = None
         self._failures = 0
         """How many renewals have failed since the mailbox was last known to answer."""
@@ -68,6 +70,7 @@ class LeaseKeeper:
         try:
             async with anyio.create_task_group() as self._tasks:
                 self._tasks.start_soon(self._store_health.run, name=f"{self._name} contact")
+                self._tasks.start_soon(self.overdue.run, name=f"{self._name} overdue")
                 await self._timer.run()
             # The timer runs until cancelled: a task of the group was, and has ended it.
             raise TaskExitError("the renewal of leases was cancelled by itself, and not by the loop")

@@ -278,21 +278,23 @@ class Completion:
             self._left(deliveries, DONE)
             return
         self._left([delivery for number, delivery in enumerate(deliveries) if number not in refused], DONE)
-        await self._settle_each([deliveries[number] for number in refused])
+        # Each that was refused is tried again by itself, or lost.
+        await self.finish_each([deliveries[number] for number in refused], DONE, begun=True)
 
-    async def _settle_each(self, deliveries: list[Delivery]) -> None:
-        """Settle each by itself whose acknowledgement was refused: it is tried again, or lost."""
+    async def finish_each(self, deliveries: list[Delivery], decision: Decision, *, begun: bool = False) -> None:
+        """:meth:`finish` each, all at the same time. They are asked for in this order."""
         try:
             async with anyio.create_task_group() as tasks:
                 for delivery in deliveries:
-                    tasks.start_soon(self._settle_alone, delivery)
+                    tasks.start_soon(self._finish_alone, delivery, decision, begun)
+                    await anyio.lowlevel.checkpoint()  # trio starts tasks in any order
         finally:  # a task that is cancelled before it begins does nothing
             unsettled = [delivery for delivery in deliveries if delivery.phase != Phase.DONE]
-            self._cut_off(unsettled, DONE)
+            self._cut_off(unsettled, decision)
 
-    async def _settle_alone(self, delivery: Delivery) -> None:
+    async def _finish_alone(self, delivery: Delivery, decision: Decision, begun: bool) -> None:
         try:
-            await self.finish(delivery, DONE, begun=True)
+            await self.finish(delivery, decision, begun=begun)
         except anyio.get_cancelled_exc_class():
             if not await is_spurious_cancellation():  # else the others go on
                 raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -190,21 +191,62 @@ class Slot:
         self.native_cancels = native_cancels()
 
 
+AHEAD = 0.05
+"""Seconds of work that a loop claims ahead: what its slots will begin in so long, at the rate at which they begin messages."""
+
+MOST_AHEAD = 100
+"""The most messages that a loop has in hand because it claims ahead: more would save next to no calls to the store."""
+
+OVERDUE = 2 * AHEAD
+"""Seconds after which a message that was claimed ahead, and has not begun, goes back: its loop has become slower."""
+
+
+class ClaimAhead:
+    """Decides how many messages a loop may have in hand: as many as it has slots, or as began in the last ``AHEAD`` seconds.
+
+    The rate is looked at when messages are claimed. A loop that was idle, or has just started, begins with its slots alone: a
+    message that kills its process costs the others in hand an attempt, and is then the first to come again.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self.most = slots
+        self._slots = slots
+        self._begun = 0
+        self._since = -math.inf
+        self._waiting = 0  # messages that had not begun after the last claim
+
+    def claimed(self, count: int, waiting: int, now: float) -> None:
+        """``count`` messages were claimed, and ``waiting`` of those before have not begun."""
+        self._begun += self._waiting - waiting
+        self._waiting = waiting + count
+        seconds = now - self._since
+        if seconds >= AHEAD:
+            self.most = max(self._slots, min(int(self._begun * AHEAD / seconds), MOST_AHEAD))
+            self._begun, self._since = 0, now
+
+    def begin_anew(self) -> None:
+        """Have the slots alone in hand, until the rate is known again."""
+        self.most = self._slots
+        self._begun = self._waiting = 0
+        self._since = -math.inf
+
+
 class Slots:
-    """The messages in hand, each in its slot, oldest first.
+    """The messages in hand, oldest first: those that are handled, those claimed ahead, and those being settled.
 
     Where a mailbox keeps the order of its calls (``ordered``), the slot of a message is free as soon as its settlement has
     been asked for: a claim made from then on comes after it, so that the two never hold a lease at once.
     """
 
     def __init__(self, concurrency: int, *, ordered: bool, capacity: Capacity | None) -> None:
+        self.ahead = ClaimAhead(concurrency)
         self.deliveries: dict[Delivery, None] = {}
         self.ordered = ordered and capacity is None
         self.leaving = 0
         """How many deliveries have a settlement that was asked for, so that their slots count as free."""
         self.claiming = 0
         """How many slots the claims hold that are out."""
-        self._most = concurrency
+        self._concurrency = concurrency
         self._capacity = capacity
         self._freed = anyio.Event()
         self._full = False
@@ -212,8 +254,15 @@ class Slots:
 
     @property
     def free(self) -> int:
-        """The number of slots that neither a message nor a claim has; at most as many as one claim may ask for."""
-        return min(self._most - len(self.deliveries) + min(self.leaving, self._most) - self.claiming, MAX_MESSAGES)
+        """How many messages to claim now; at most as many as one claim may ask for.
+
+        While each slot has a message, what is claimed ahead is claimed anew when half of it has begun.
+        """
+        most = self.ahead.most
+        taken = len(self.deliveries) - min(self.leaving, most) + self.claiming
+        if taken >= self._concurrency and 2 * taken > most:
+            return 0
+        return min(most - taken, MAX_MESSAGES)
 
     async def until_free(self) -> None:
         """Wait for a free slot, and a moment longer while more become free at every turn: one claim for all of them."""
@@ -232,7 +281,7 @@ class Slots:
         Only where the mailbox keeps the order of its calls.
         """
         self.leaving += count
-        if self._full:
+        if self._full and self.free > 0:
             self._tell()
 
     def left(self, deliveries: Collection[Delivery]) -> None:
@@ -243,7 +292,7 @@ class Slots:
             self.leaving -= len(deliveries)
         if self._capacity is not None:
             self._capacity.free_up(len(deliveries))
-        if self._full:
+        if self._full and self.free > 0:
             self._tell()
 
     def _tell(self) -> None:

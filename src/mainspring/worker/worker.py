@@ -1,16 +1,19 @@
 """The worker engine: receive, handle, settle. Every loop that takes messages from a mailbox runs on it.
 
-One run of a loop has these tasks: one or two receivers, up to ``concurrency`` slots, and the lease keeper.
+One run of a loop has these tasks: one or two receivers, the slots, and the lease keeper.
 
-- A **receiver** claims messages for the slots that are free, and appends their deliveries to the backlog.
+- A **receiver** claims messages for the slots, and appends their deliveries to the backlog.
 - A **slot** waits, handles one delivery, settles it, and takes the next. It is started when it is first needed, and lives
   until the run ends. It handles in a cancel scope of its own, which it renews only after the scope was used to cancel. So a
   message costs neither a task nor a cancel scope.
-- The **lease keeper** renews the lease of each delivery from its claim to its settlement. It is stopped last.
+- The **lease keeper** renews the lease of each delivery from its claim to its settlement, and has what waits for too long in
+  the backlog given back. It is stopped last.
 
-Invariants: a message is claimed only for a free slot. At most one receiver claims at a time, or two where the mailbox keeps
-the order of its calls. While the backlog is not empty, a slot is busy or has been woken. Deliveries whose handlers ended well
-may be acknowledged together: then some slot is on its way to :meth:`Worker._acknowledge`.
+Invariants: a message is claimed for a free slot, or because a slot will soon be free (``ClaimAhead`` in ``slots.py``). At most
+``concurrency`` handlers run at once, whatever the number of slots: there are more while some of them settle. At most one
+receiver claims at a time, or two where the mailbox keeps the order of its calls. While the backlog is not empty, a slot is busy
+or has been woken. Deliveries whose handlers ended well may be acknowledged together: then some slot is on its way to
+:meth:`Worker._acknowledge`.
 
 When the loop is told to stop, the receivers are cancelled and the backlog is released. When the loop itself is cancelled, each
 slot settles its delivery under a shield with a deadline. When the store does not answer, receivers try again with backoff and
@@ -21,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from contextvars import ContextVar, copy_context
+from contextvars import Context, ContextVar, copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +41,7 @@ from mainspring.worker.delivery import Delivery, HandlerRuns, WorkerSettings
 from mainspring.worker.leases import LeaseKeeper
 from mainspring.worker.outcome import DONE, RELEASED, Cause
 from mainspring.worker.settlement import Completion, Settler, bounded
-from mainspring.worker.slots import Admission, Slot, Slots
+from mainspring.worker.slots import AHEAD, OVERDUE, Admission, Slot, Slots
 from mainspring.worker.store_health import SILENCE, StoreHealth
 
 if TYPE_CHECKING:
@@ -90,6 +93,7 @@ class Worker:
         self.entry = Entry(f"loop {name!r}")
         self.ended = AnywhereEvent(f"end of loop {name}")
         self.settings = settings
+        self._concurrency = settings.concurrency
         self.admission = Admission(heartbeat)
         self.shutting_down = anyio.Event()
         self.store_health = StoreHealth(name, mailbox.approximate_count, dispatcher)
@@ -104,8 +108,7 @@ class Worker:
         self._slots = slots = Slots(settings.concurrency, ordered=mailbox.capabilities.ordered, capacity=capacity)
         self._backlog: deque[Delivery] = deque()
         self._idle: deque[anyio.Event] = deque()
-        self._slot_count = 0
-        self._waking = 0
+        self._slot_count = self._waking = 0
         self._tasks: TaskGroup | None = None
         self._joined = mailbox.capabilities.joined_acks
         self._turn_ends = 0.0
@@ -114,11 +117,11 @@ class Worker:
         self._ending = False
         self._open_receives: list[OpenReceive] = []
         self._lease = LeaseKeeper(
-            name, slots.deliveries, settings.lease, visibility, dispatcher=dispatcher, store_health=self.store_health
+            name, slots.deliveries, settings.lease, visibility, dispatcher, self.store_health, self._give_back_overdue
         )
-        context = copy_context()
-        context.run(_inside.set, self)
-        self._handler_runs = HandlerRuns(name, mailbox, call, settings, dispatcher, self._clock, context, wrappers)
+        self._handler_runs = HandlerRuns(
+            name, mailbox, call, settings, dispatcher, self._clock, _context_of(self), wrappers
+        )
         self._completion = Completion(
             Settler(name, mailbox, dispatcher, self._handler_runs.judge, self.store_health),
             slots,
@@ -255,7 +258,9 @@ class Worker:
             self._heartbeat.beat()
             if self._capacity is None:
                 # After a failure it does not wait: an idle loop must learn that the store answers again before a message comes.
-                self._admit(await receive.claim(free, self._wait if self.store_health.answers else 0.0))
+                # Nor does it where it claims ahead: one that waits is idle, and takes what its slots can begin at once.
+                waits = self.store_health.answers and self._slots.ahead.most == self._concurrency
+                self._admit(await receive.claim(free, self._wait if waits else 0.0))
             else:
                 await self._receive_within(self._capacity, receive, free)
             self._slots.claiming -= free
@@ -279,10 +284,15 @@ class Worker:
         now = self._clock()
         self._starved = not messages and self._wait < POLL_PAUSE
         if not messages:
+            self._slots.ahead.begin_anew()
             return
         made = partial(Delivery, self.name, self._clock, self._heartbeat, self.shutting_down, self._visibility, now)
         deliveries = list(map(made, messages))
         self._slots.deliveries.update(dict.fromkeys(deliveries))
+        if self._capacity is None and self._receives_left == math.inf:
+            self._slots.ahead.claimed(len(deliveries), len(self._backlog), now)
+            if len(self._slots.deliveries) > self._concurrency:
+                self._lease.overdue.wake_by(now + OVERDUE)
         self._lease.track(deliveries)
         self._backlog.extend(deliveries)
         if self.admission.open and not self._waking:
@@ -296,17 +306,33 @@ class Worker:
         self._heartbeat.beat()
 
     async def _hand_back(self) -> None:
-        """Release the backlog, the youngest delivery first, as each goes to the front of the queue."""
+        """Release the backlog, as the loop takes no more work."""
         if self.admission.open:
             return
         self.store_health.receives_end()
+        await self._release_backlog()
+
+    async def _release_backlog(self) -> None:
+        """Release the backlog, the youngest delivery first, as each goes to the front of the queue."""
+        deliveries = [*reversed(self._backlog)]
+        self._backlog.clear()
+        self._slots.ahead.begin_anew()
         with bounded():
-            while self._backlog:
-                delivery = self._backlog.pop()
-                await self._completion.finish(delivery, RELEASED)
-        while self._backlog:  # the store does not answer: the rest is sent without waiting
-            with anyio.move_on_after(0, shield=True):
-                await self._completion.finish(self._backlog.pop(), RELEASED)
+            await self._completion.finish_each(deliveries, RELEASED)
+
+    async def _give_back_overdue(self, overslept: float) -> float:
+        """Release what was claimed ahead and could not begin in time, so that another worker has it; when to look again.
+
+        Where the event loop stood still, it was a handler that did not wait: the others get the time again.
+        """
+        if not (self._backlog and self.admission.open):
+            return math.inf
+        now = self._clock()
+        due = now + OVERDUE if overslept >= AHEAD else self._backlog[0].started + OVERDUE
+        if now < due:
+            return due
+        await self._release_backlog()
+        return math.inf
 
     # --------------------------------------------------------------------------------------------------------- slots
 
@@ -315,7 +341,8 @@ class Worker:
         if self._idle:
             self._waking += 1
             self._idle.popleft().set()
-        elif self._slot_count < self.settings.concurrency + self._slots.leaving:  # a slot that is leaving may take long
+        elif self._slot_count < self._concurrency + self._slots.leaving + bool(self._completion.done):
+            # A slot that waits for a settlement may take long, and so may the one whose handler waits: for those that are done.
             assert self._tasks is not None
             self._slot_count += 1
             self._waking += 1
@@ -385,17 +412,19 @@ class Worker:
                     delivery = slot.delivery = None
                     await self._acknowledge(scope)
                 else:
+                    if self._backlog and self._slots.ordered and not self._waking:
+                        self._wake_slot()  # it begins the next while this one settles
                     await self._completion.finish(delivery, decision)
                 if scope.cancel_called:  # just as the mailbox answered
                     return
                 self._begin_turn()
             decision = DONE  # an error's traceback holds all that the handler has made
             delivery = slot.delivery = None
-            if self._backlog:
+            if self._backlog and (self._slot_count <= self._concurrency or self._may_begin()):
                 # It goes on before it acknowledges, so that acknowledgements join. If its handler waits, the slot that it has
                 # woken acknowledges them; it wakes none while another is waking, so that one serves alone where none waits.
                 delivery = slot.delivery = self._backlog.popleft()
-                if not self._waking and (self._backlog or self._completion.done):
+                if not self._waking and (self._completion.done or (self._backlog and self._may_begin())):
                     self._wake_slot()
             else:
                 delivery = slot.delivery = await self._next_delivery(scope)
@@ -411,12 +440,13 @@ class Worker:
             self._begin_turn()
             if scope.cancel_called:  # no handler may begin in it
                 return None
-            if self._backlog:
+            if self._backlog and self._may_begin():
                 delivery = self._backlog.popleft()
-                for _ in range(min(2, len(self._backlog) + bool(self._completion.done))):
+                more = len(self._backlog) if self._may_begin() else 0
+                for _ in range(min(2, more + bool(self._completion.done))):
                     self._wake_slot()
                 return delivery
-            if self._ending:
+            if self._ending and not self._backlog:
                 return None
             event = anyio.Event()
             self._idle.append(event)
@@ -427,6 +457,12 @@ class Worker:
                     self._waking -= 1
                 else:
                     self._idle.remove(event)
+
+    def _may_begin(self) -> bool:
+        """Whether one handler more may run. There can be more slots than may handle at once, as some settle."""
+        slots = self._slots
+        handled = len(slots.deliveries) - len(self._backlog) - len(self._completion.done) - slots.leaving
+        return handled < self._concurrency
 
     async def _acknowledge(self, scope: anyio.CancelScope) -> None:
         """Acknowledge the deliveries that are done."""
@@ -521,6 +557,13 @@ def is_inside(loop: object) -> bool:
     """Whether this code runs in a handler of ``loop`` (see :func:`inside`), whose end it hence cannot wait for."""
     worker = inside()
     return worker is not None and getattr(loop, "worker", None) is worker
+
+
+def _context_of(worker: Worker) -> Context:
+    """A copy of the present context, in which :func:`inside` is ``worker``."""
+    context = copy_context()
+    context.run(_inside.set, worker)
+    return context
 
 
 _inside: ContextVar[Worker] = ContextVar("mainspring_worker")

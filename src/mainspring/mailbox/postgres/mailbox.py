@@ -19,7 +19,7 @@ from mainspring.mailbox.batched import AcknowledgeMany, BatchedBackend, Batcher,
 from mainspring.mailbox.codec import headers_of
 from mainspring.mailbox.limits import SILENCE, check_column, check_row, full, is_name
 from mainspring.mailbox.mailbox import Mailbox
-from mainspring.mailbox.message import ACK, Ack, Cancelled, CancelOutcome, Nack
+from mainspring.mailbox.message import ACK, Ack, Cancelled, CancelOutcome, Dead, Nack
 from mainspring.mailbox.postgres import schema as schemas
 from mainspring.mailbox.postgres.commands import (
     LOCK_WAIT,
@@ -49,7 +49,7 @@ from mainspring.mailbox.postgres.transactions import (
     send_within_capacity,
     statements_to_join,
 )
-from mainspring.mailbox.postgres.values import Shorts, Texts, array, dead_row, portions
+from mainspring.mailbox.postgres.values import UNREADABLE, Shorts, Texts, array, dead_row, portions
 from mainspring.mailbox.settings import reads_query
 from mainspring.mailbox.sync import ThreadConnection
 from mainspring.runtime.interval import Periodic
@@ -317,6 +317,10 @@ class PostgresBackend(BatchedBackend):
         shared = self._pool
         batch = Batch(shared.schema, self._number, self._watermark, self._now(), lock_wait=lock_wait, apart=apart)
         await shared.connections.run(batch.build(commands))
+        for delivery in batch.unreadable:
+            self._batcher.post(Settle(delivery, UNREADABLE, None))
+        if batch.unreadable:
+            shared.wake(self._number, 1)  # for what lies behind
         self._notify(batch)
 
     async def _execute_alone(self, command: Command) -> None:

@@ -1,0 +1,195 @@
+"""A loop whose handlers are quick claims what they will begin within 50 ms, and gives back what they do not."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+from loop_support import sleeper
+
+from mainspring import InMemoryMailbox, LoopGroup, MainLoop, RetryPolicy
+from mainspring.events import MessageStarted
+from mainspring.mailbox.backend import Capabilities
+from support import FaultyMailbox, background, record, settled
+
+pytestmark = pytest.mark.anyio
+
+
+def ordered(mailbox: InMemoryMailbox) -> InMemoryMailbox:
+    """That mailbox, which then lets a slot go on while its settlement is under way."""
+    mailbox.backend.capabilities = Capabilities(ordered=True, joined_acks=True)
+    return mailbox
+
+
+@pytest.mark.parametrize("concurrency", [1, 3, 10])
+@pytest.mark.parametrize("seconds", [0.001, 0.01, 0.04, 1.0])
+async def test_what_is_in_hand_are_the_handlers_and_fifty_milliseconds_of_work(concurrency, seconds, virtual_clock):
+    mailbox = FaultyMailbox()
+    loop = MainLoop(mailbox, sleeper(seconds), concurrency=concurrency)
+    async with background(loop):
+        await mailbox.send_many(range(2_000))
+        await settled(mailbox, within=10_000)
+    within = min(100, concurrency * 0.05 / seconds)
+    assert concurrency <= mailbox.most_leased <= max(concurrency, within + concurrency)
+    if within > 2 * concurrency:
+        assert mailbox.most_leased > concurrency
+    assert loop.outcomes == {"acknowledged": 2_000}
+
+
+@pytest.mark.parametrize("made", [InMemoryMailbox, lambda: ordered(InMemoryMailbox())])
+@pytest.mark.parametrize("concurrency", [1, 3])
+async def test_no_more_handlers_run_at_once_than_there_may(made, concurrency, virtual_clock):
+    running = most = 0
+
+    async def handle(job: int) -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        if job % 7:
+            await anyio.sleep(0.0004 * (job % 5))
+        running -= 1
+
+    mailbox = made()
+    async with background(MainLoop(mailbox, handle, concurrency=concurrency)):
+        await mailbox.send_many(range(1_000))
+        await settled(mailbox)
+    assert most == concurrency
+
+
+async def test_it_begins_with_its_slots_alone_and_does_so_again_after_an_idle_time(virtual_clock):
+    mailbox = FaultyMailbox()
+    await mailbox.send_many(range(200))
+    async with background(MainLoop(mailbox, sleeper(0.001))):
+        await settled(mailbox)
+        asked = [(at, argument[0]) for at, call, argument in mailbox.calls if call == "claim"]
+        assert {most for at, most in asked if at < 0.045} == {1}
+        assert max(most for _, most in asked) > 10
+        await anyio.sleep(1)
+        mailbox.calls.clear()
+        await mailbox.send_many(range(40))
+        await settled(mailbox)
+        assert {argument[0] for _, call, argument in mailbox.calls if call == "claim"} == {1}
+
+
+@pytest.mark.parametrize("options", [{"capacity": True}, {"max_iterations": 100}])
+async def test_nothing_is_claimed_ahead_where_slots_are_shared_or_receives_counted(options, virtual_clock):
+    mailbox = FaultyMailbox()
+    await mailbox.send_many(range(100))
+    loop = MainLoop(mailbox, sleeper(0.001))
+    if "capacity" in options:
+        await LoopGroup([loop], max_concurrency=5, guardian=False).run(install_signals=False, until_empty=True)
+    else:
+        await loop.run(**options)
+    assert mailbox.most_leased == 1
+    assert loop.outcomes == {"acknowledged": 100}
+
+
+@pytest.mark.parametrize("made", [InMemoryMailbox, lambda: ordered(InMemoryMailbox())])
+async def test_what_is_done_is_acknowledged_while_the_next_handler_waits(made, virtual_clock):
+    async def handle(job: int) -> None:
+        if job == 110:
+            await anyio.sleep_forever()
+        if job < 80:
+            await anyio.sleep(0.001)
+
+    mailbox = made()
+    async with background(MainLoop(mailbox, handle)) as loop:
+        await mailbox.send_many(range(111))
+        await anyio.sleep(1)
+        assert loop.outcomes == {"acknowledged": 110}
+        assert (await mailbox.counts()).in_flight == 1
+
+
+async def become_slow(job: int) -> None:
+    """Handle the first eighty messages in a millisecond each, and no other ever."""
+    await anyio.sleep(0.001 if job < 80 else 1_000)
+
+
+async def test_a_loop_that_becomes_slow_gives_back_what_it_has_claimed_ahead(virtual_clock):
+    mailbox = FaultyMailbox()
+    await mailbox.send_many(range(100))
+    async with background(MainLoop(mailbox, become_slow)) as loop:
+        while loop.outcomes.get("acknowledged") != 80:
+            await anyio.sleep(0.001)
+        assert (await mailbox.counts()).in_flight > 1
+        await anyio.sleep(0.11)
+        assert (await mailbox.counts()).in_flight == loop.in_flight == 1
+        again = await mailbox.receive(max_messages=100)
+        assert [message.body for message in again] == list(range(81, 100))
+        assert {message.attempt for message in again} == {1}
+        assert {message.delivery_count for message in again} == {2}
+        loop.shutdown_timeout = 0
+        for message in again:
+            await message.acknowledge()
+
+
+async def test_an_idle_worker_has_them_at_once(virtual_clock):
+    mailbox = InMemoryMailbox()
+    await mailbox.send_many(range(100))
+    slow, idle = MainLoop(mailbox, become_slow, name="slow"), MainLoop(mailbox, become_slow, name="idle")
+    async with background(slow):
+        while slow.outcomes.get("acknowledged") != 80:
+            await anyio.sleep(0.0005)
+        began = record(idle, MessageStarted)
+        async with background(idle):
+            await anyio.sleep(0.15)
+            assert len(began) == 1
+
+
+async def test_an_urgent_message_overtakes_what_is_claimed_ahead_by_its_fifty_milliseconds_at_most(virtual_clock):
+    began: dict[int, float] = {}
+
+    async def handle(job: int) -> None:
+        began[job] = anyio.current_time()
+        await anyio.sleep(0.001)
+
+    mailbox = InMemoryMailbox()
+    await mailbox.send_many(range(1_000))
+    async with background(MainLoop(mailbox, handle)):
+        await anyio.sleep(0.3)
+        await mailbox.send(5_000, priority=9)
+        sent = anyio.current_time()
+        await anyio.sleep(0.2)
+    assert began[5_000] - sent <= 0.1
+
+
+@pytest.mark.parametrize("end", ["shutdown", "pause", "cancel"])
+async def test_what_has_not_begun_goes_back_uncharged_when_intake_stops(end, virtual_clock):
+    mailbox = InMemoryMailbox()
+    await mailbox.send_many(range(200))
+    loop = MainLoop(mailbox, sleeper(0.001), retry=RetryPolicy(jitter="none"))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(loop.run)
+        while loop.in_flight < 10:
+            await anyio.sleep(0.0007)
+        if end == "shutdown":
+            loop.request_shutdown()
+        elif end == "pause":
+            loop.pause()
+        else:
+            tasks.cancel_scope.cancel()
+            with anyio.CancelScope(shield=True):
+                await anyio.sleep(0.01)
+        await anyio.sleep(0.01)
+        assert loop.in_flight == 0
+        tasks.cancel_scope.cancel()
+    left = await mailbox.receive(max_messages=1_000)
+    done = loop.outcomes["acknowledged"]
+    assert [message.body for message in left] == list(range(done, 200))
+    assert {message.attempt for message in left} == {1}
+
+
+async def test_where_each_handler_stands_still_the_others_get_the_time_again(virtual_clock):
+    mailbox = FaultyMailbox()
+    await mailbox.send_many(range(100))
+    clock = virtual_clock
+
+    async def handle(job: int) -> None:
+        if job == 80:
+            clock.advance(0.5)  # it does not let any other task run
+        else:
+            await anyio.sleep(0.001)
+
+    async with background(MainLoop(mailbox, handle)) as loop:
+        await settled(mailbox)
+    assert loop.outcomes == {"acknowledged": 100}
+    assert set(mailbox.settlements()) == {"Ack"}
