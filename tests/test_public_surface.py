@@ -15,6 +15,7 @@ import re
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import mainspring
@@ -157,7 +158,9 @@ def public() -> dict[str, dict[str, Any]]:
     for path in BY_ALL:
         module = importlib.import_module(path)
         names = getattr(module, "__all__", None) or [
-            name for name in vars(module) if name.isidentifier() and not name.startswith("_")
+            name
+            for name, one in vars(module).items()
+            if name.isidentifier() and not name.startswith("_") and not isinstance(one, ModuleType)
         ]
         found[path] = {name: getattr(module, name) for name in names}
     for path in BY_CLASS:
