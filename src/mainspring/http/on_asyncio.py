@@ -88,7 +88,7 @@ class _Protocol(H11Protocol):
             self._late = None
 
 
-class _Open(set[Any]):
+class _OpenSet(set[Any]):
     """The connections or requests that are open; says when the last one is gone."""
 
     on_empty: Callable[[], object] | None = None
@@ -122,8 +122,8 @@ async def serve(
     )
     config.load()
     state = ServerState()
-    state.connections = open_connections = _Open()
-    state.tasks = requests = _Open()
+    state.connections = open_connections = _OpenSet()
+    state.tasks = requests = _OpenSet()
     protocol = partial(_Protocol, connections, head_timeout, config=config, server_state=state, app_state={})
     loop = asyncio.get_running_loop()
 
@@ -154,7 +154,7 @@ async def serve(
         log.removeFilter(_no_cancellations)
 
 
-async def _all_gone(*groups: _Open) -> None:
+async def _all_gone(*groups: _OpenSet) -> None:
     while any(groups):
         emptied = anyio.Event()
         for group in groups:

@@ -39,7 +39,7 @@ class Replay(Ack):
     """The settlement that sends a dead letter to its mailbox again."""
 
 
-class _Held(ClaimedMessage):
+class _ClaimedLetter(ClaimedMessage):
     """A dead letter that is worked on: a delivery of its ticket, with the letter as the body."""
 
     __slots__ = ("ticket",)
@@ -294,13 +294,13 @@ def _ticket_of(delivery: ClaimedMessage) -> tuple[str, float] | None:
 
 
 def _ticket_in(delivery: ClaimedMessage) -> ClaimedMessage:
-    if not isinstance(delivery, _Held):
+    if not isinstance(delivery, _ClaimedLetter):
         raise InvalidParameterError(f"message {delivery.message_id}: it was not received from a view of dead letters")
     return delivery.ticket
 
 
 def _hold(ticket: ClaimedMessage, letter: ClaimedMessage, body: DeadLetter) -> ClaimedMessage:
-    held = _Held(
+    held = _ClaimedLetter(
         letter.message_id,
         Unserialized(body, None),
         ticket.receipt_handle,

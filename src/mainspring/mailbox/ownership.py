@@ -61,14 +61,14 @@ async def open_in(scope: DaemonScope, mailboxes: Iterable[Mailbox[Any, Any]], ow
             router = _ReplyRouting(mailbox, scope)
             scope.start_soon(router.run, name=f"replies of mailbox {mailbox.name}", stop=router.stop)
         elif mailbox.state is not MailboxState.OPEN:
-            opened = _OpenMailbox(mailbox, this)
+            opened = _OwnedMailbox(mailbox, this)
             # Not `scope.start`: cancelled just as the mailbox opens, that waits for the opened's end, which does not come.
             scope.start_soon(opened.run, name=f"mailbox {mailbox.name}", stop=opened.stop)
             mailbox.opened_by = this
             await opened.opened.wait()
 
 
-class _OpenMailbox:
+class _OwnedMailbox:
     """Has one mailbox open until it is told to stop. A mailbox that is still being opened then is given up."""
 
     def __init__(self, mailbox: Mailbox[Any, Any], owner: Owner) -> None:

@@ -240,7 +240,7 @@ async def _answer(fn: Callable[[], Awaitable[X]], answer: TicketWriter[X]) -> No
         del answer  # as in `HostLoop.call`
 
 
-class _Loop:
+class _SharedLoop:
     """The process's one event loop for mailboxes that plain code has opened: there while one of them is open."""
 
     def __init__(self) -> None:
@@ -257,7 +257,7 @@ class _Loop:
             self._users += 1
             return self._thread
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         with self._lock:
             self._users -= 1
             if self._users or self._thread is None:
@@ -271,7 +271,7 @@ class _Opening:
 
     def __init__(self, mailbox: Mailbox[Any, Any]) -> None:
         self._told = anyio.Event()
-        self._shared = shared("event loop", "mailboxes", _Loop)
+        self._shared = shared("event loop", "mailboxes", _SharedLoop)
         self._thread = self._shared.take()
         opened: Ticket[None] = Ticket(f"opening of mailbox {mailbox.name}")
         self._end = self._thread.submit(self._keep, mailbox, opened.writer(), stop=self._told.set)
@@ -286,7 +286,7 @@ class _Opening:
                     with contextlib.suppress(Exception):
                         self._end.wait_sync()  # the same once more, which is raised here and nowhere else
             finally:
-                self._shared.give_back()
+                self._shared.release()
             raise
 
     async def _keep(self, mailbox: Mailbox[Any, Any], opened: TicketWriter[None]) -> None:
@@ -301,7 +301,7 @@ class _Opening:
             self._thread.post(self._told.set)
             self._end.wait_sync()
         finally:
-            self._shared.give_back()
+            self._shared.release()
 
 
 def _check_process(name: str, pid: int) -> None:

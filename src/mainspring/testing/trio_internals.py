@@ -101,7 +101,7 @@ def descendants(task: trio.lowlevel.Task) -> Iterator[trio.lowlevel.Task]:
             yield from descendants(child)
 
 
-class _Runnable(deque[Any]):
+class _RunQueue(deque[Any]):
     """Trio's queue of runnable tasks, which sets held tasks aside."""
 
     def __init__(self, held: Callable[[Any], bool]) -> None:
@@ -126,7 +126,7 @@ class TaskHold:
 
     def __init__(self, held: Callable[[trio.lowlevel.Task], bool]) -> None:
         self._runner = _runner()
-        self._queue = _Runnable(held)
+        self._queue = _RunQueue(held)
 
     def start(self) -> None:
         """Start to hold tasks (idempotent)."""

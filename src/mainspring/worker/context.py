@@ -145,7 +145,7 @@ class Context:
         has an ``async def`` with the block run by ``anyio.from_thread.run``.
         """
         message = self._delivery.message
-        return _Transaction(message.mailbox.transaction(message))
+        return _TransactionBlock(message.mailbox.transaction(message))
 
     async def progress(self, done: float, total: float | None = None) -> None:
         """Say how far the work is: the group's status (``/status``) shows it. Also a beat, and a point where cancellation
@@ -154,7 +154,7 @@ class Context:
         await anyio.lowlevel.checkpoint()
 
 
-class _Transaction(AbstractAsyncContextManager[Any]):
+class _TransactionBlock(AbstractAsyncContextManager[Any]):
     """The block of :meth:`Context.transaction`, which raises an error if a plain function enters it."""
 
     __slots__ = ("_block",)

@@ -48,7 +48,7 @@ class Request(NamedTuple):
     headers: dict[str, str] | None = None
 
 
-class _Failure(NamedTuple):
+class _NoAnswer(NamedTuple):
     """Stands for an answer that will not come, with the reason."""
 
     error: MailboxError
@@ -235,7 +235,7 @@ class NatsConnection:
         for token, (future, _, asked) in list(self._pending.items()):
             if (self._denied is not None or asked.lower() == subject) and not future.done():
                 del self._pending[token]
-                future.set_result(_Failure(error))
+                future.set_result(_NoAnswer(error))
         for puller in list(self.pullers):
             if puller.source.lower() == subject:
                 puller.end(error)
@@ -273,7 +273,7 @@ class NatsConnection:
         asked, self._pending = self._pending, {}
         for future, _, _ in asked.values():
             if not future.done():
-                future.set_result(_Failure(error))
+                future.set_result(_NoAnswer(error))
         for puller in list(self.pullers):
             puller.end(error)
         while self.idle:
@@ -377,7 +377,7 @@ class NatsConnection:
             self._pending.pop(token, None)
             self.check_quiet()
             raise
-        if type(answer) is _Failure:
+        if type(answer) is _NoAnswer:
             raise type(answer.error)(*answer.error.args)
         return answer  # type: ignore[no-any-return]
 
@@ -398,7 +398,7 @@ class NatsConnection:
             del self._pending[token]
             if not future.done():
                 late = f"{self._name}: the NATS server did not answer within {self.timeout:g} s"
-                future.set_result(_Failure(MailboxConnectionError(late)))
+                future.set_result(_NoAnswer(MailboxConnectionError(late)))
         if self._pending:
             self._timer = self.loop.call_later(_TIMEOUT_INTERVAL, self._time_out)
         self.check_quiet()

@@ -98,7 +98,7 @@ def call_text(schema: str, function: str, arguments: int) -> bytes:
 
 
 @dataclass(eq=False, repr=False, slots=True)
-class Batch:
+class StatementBatch:
     """The statements for one batch of commands of one mailbox, and what their rows said beyond the results of the commands."""
 
     schema: str
@@ -379,18 +379,18 @@ class NoSuchTargetError(MailboxConnectionError):
         )
 
 
-_IN_ORDER: tuple[tuple[type, Callable[[Batch, Any], None]], ...] = (
-    (batched.Unclaim, Batch.add_unclaim),
-    (batched.Acknowledge, Batch.add_acknowledge),
-    (AcknowledgeMany, Batch.add_acknowledge_many),
-    (Settle, Batch.add_settle),
-    (batched.NackCommand, Batch.add_nack),
-    (batched.Extend, Batch.add_extend),
-    (batched.Checkpoint, Batch.add_checkpoint),
-    (PostgresSend, Batch.add_send),
-    (batched.Claim, Batch.add_claim),
-    (Poll, Batch.add_poll),
-    (batched.Count, Batch.add_count),
+_IN_ORDER: tuple[tuple[type, Callable[[StatementBatch, Any], None]], ...] = (
+    (batched.Unclaim, StatementBatch.add_unclaim),
+    (batched.Acknowledge, StatementBatch.add_acknowledge),
+    (AcknowledgeMany, StatementBatch.add_acknowledge_many),
+    (Settle, StatementBatch.add_settle),
+    (batched.NackCommand, StatementBatch.add_nack),
+    (batched.Extend, StatementBatch.add_extend),
+    (batched.Checkpoint, StatementBatch.add_checkpoint),
+    (PostgresSend, StatementBatch.add_send),
+    (batched.Claim, StatementBatch.add_claim),
+    (Poll, StatementBatch.add_poll),
+    (batched.Count, StatementBatch.add_count),
 )
 
 

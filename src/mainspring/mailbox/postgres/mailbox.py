@@ -23,11 +23,11 @@ from mainspring.mailbox.message import ACK, Ack, Cancelled, CancelOutcome, Dead,
 from mainspring.mailbox.postgres import schema as schemas
 from mainspring.mailbox.postgres.commands import (
     LOCK_WAIT,
-    Batch,
     NoSuchTargetError,
     Poll,
     PostgresSend,
     Settle,
+    StatementBatch,
 )
 from mainspring.mailbox.postgres.connection import ConnectionPool, refusal
 from mainspring.mailbox.postgres.dedup import DedupSends
@@ -295,9 +295,9 @@ class PostgresBackend(BatchedBackend):
 
     # -------------------------------------------------------------------------------------------------------- batches
 
-    def _new_batch(self, patience: float | None = None) -> Batch:
+    def _new_batch(self, patience: float | None = None) -> StatementBatch:
         """Return a batch to execute outside of the batchers."""
-        return Batch(self._pool.schema, self._number, self._watermark, self._now(), patience=patience)
+        return StatementBatch(self._pool.schema, self._number, self._watermark, self._now(), patience=patience)
 
     async def _execute(self, commands: list[Command]) -> None:
         """Execute commands together; if one has a value that the server does not take, each by itself."""
@@ -315,7 +315,9 @@ class PostgresBackend(BatchedBackend):
 
     async def _transact(self, commands: Sequence[Command], lock_wait: float = LOCK_WAIT, apart: bool = False) -> None:
         shared = self._pool
-        batch = Batch(shared.schema, self._number, self._watermark, self._now(), lock_wait=lock_wait, apart=apart)
+        batch = StatementBatch(
+            shared.schema, self._number, self._watermark, self._now(), lock_wait=lock_wait, apart=apart
+        )
         await shared.connections.run(batch.build(commands))
         for delivery in batch.unreadable:
             self._batcher.post(Settle(delivery, UNREADABLE, None))
@@ -334,7 +336,7 @@ class PostgresBackend(BatchedBackend):
             raise command.error
         self._notify(batch)
 
-    def _notify(self, batch: Batch) -> None:
+    def _notify(self, batch: StatementBatch) -> None:
         """Wake receives of this process for what the batch made pending, or will be due."""
         shared = self._pool
         for number, count in batch.became_pending.items():

@@ -18,7 +18,7 @@ from psycopg.rows import tuple_row
 
 from mainspring.errors import InvalidParameterError, MailboxConnectionError, MessageSettledError, TransactionEndedError
 from mainspring.mailbox.limits import full
-from mainspring.mailbox.postgres.commands import Batch, Statement, call, call_text, execute
+from mainspring.mailbox.postgres.commands import Statement, StatementBatch, call, call_text, execute
 from mainspring.mailbox.postgres.connection import BlockedError, Connection, as_mailbox_error, no_answer
 from mainspring.mailbox.postgres.dedup import blocked_error
 from mainspring.mailbox.postgres.values import Texts, array, register, stored_key
@@ -39,7 +39,7 @@ UNCERTAIN = "which may have taken place"
 
 
 async def send_within_capacity(
-    shared: SharedPool, batch: Batch, send: PostgresSend, capacity: int, turn: anyio.Semaphore
+    shared: SharedPool, batch: StatementBatch, send: PostgresSend, capacity: int, turn: anyio.Semaphore
 ) -> None:
     """Store the messages if there is room, in one transaction that keeps other senders from counting; hold ``turn`` meanwhile.
 
@@ -59,7 +59,7 @@ async def send_within_capacity(
 
 
 async def _send_if_it_fits(
-    connection: psycopg.AsyncConnection[Any], batch: Batch, send: PostgresSend, capacity: int, schema: str
+    connection: psycopg.AsyncConnection[Any], batch: StatementBatch, send: PostgresSend, capacity: int, schema: str
 ) -> None:
     envelopes = send.envelopes
     keys = sorted({stored_key(e.dedup_key) for e in envelopes if e.dedup_key is not None})
@@ -153,7 +153,7 @@ class HandlerTransaction:
         self.settled = False
         self._timeout = timeout
 
-    async def settle(self, calls: Batch, command: OfDelivery) -> None:
+    async def settle(self, calls: StatementBatch, command: OfDelivery) -> None:
         """Settle in the transaction. Raise the error of the command, or if the block has ended the transaction."""
         self.check(TransactionStatus.IDLE, TransactionStatus.INERROR)
         self.sent = True
@@ -294,7 +294,7 @@ def thread_connection(given: Any) -> psycopg.Connection[Any]:
     return connection
 
 
-def statements_to_join(schema: str, store: str, batch: Batch, send: PostgresSend) -> Iterator[Statement]:
+def statements_to_join(schema: str, store: str, batch: StatementBatch, send: PostgresSend) -> Iterator[Statement]:
     """Yield the statements that store the messages of ``send`` in a sender's transaction. Execute each before the next.
 
     The messages exist, and wake receivers, if that commits. Raise :class:`MailboxConnectionError` if another open transaction

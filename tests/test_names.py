@@ -1,0 +1,21 @@
+"""One class name stands for one class in the whole package, with or without an underscore before it."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+import mainspring
+
+PACKAGE = Path(mainspring.__file__).parent
+
+
+def test_one_class_name_stands_for_one_class() -> None:
+    places: defaultdict[str, list[str]] = defaultdict(list)
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                places[node.name.lstrip("_")].append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
+    assert len(places) > 400
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
