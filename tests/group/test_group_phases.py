@@ -277,6 +277,19 @@ async def test_the_time_of_a_loop_that_was_told_to_stop_alone_is_not_that_of_its
     ]
 
 
+async def test_the_report_of_a_run_is_not_that_of_the_run_before(virtual_clock):
+    group, mailbox = one_loop_group(take_long, shutdown_timeout=5)
+    await mailbox.send({"seconds": 20})
+    async with running(group):
+        await anyio.sleep(1)
+        await group.shutdown()
+    assert [(part.ending, part.seconds) for part in group.report.parts] == [("cancelled", 5)]
+    async with running(group, until_empty=True):  # its message has come back
+        await anyio.sleep(1)
+    assert [(part.ending, part.seconds) for part in group.report.parts] == [("finished", 0)]
+    assert group.report.clean
+
+
 @pytest.mark.parametrize("how", ["loop", "actor"])
 async def test_work_that_the_shutdown_of_one_loop_cancels_is_in_the_report(how, virtual_clock):
     group, mailbox = one_loop_group(take_long)
