@@ -24,7 +24,7 @@ FEATURES = [
     "uvicorn", "uvloop", "xml", "yaml",
 ]  # fmt: skip
 OF_A_MAILBOX = [
-    "apsw", "asyncio", "email", "importlib.metadata", "mainspring.mailbox.exact", "mainspring.mailbox.settings",
+    "apsw", "asyncio", "email", "importlib.metadata", "mainspring.mailbox.json_round_trip", "mainspring.mailbox.settings",
     "mainspring.mailbox.sqlite", "pathlib", "pydantic", "pydantic_core", "shutil", "ssl", "tempfile", "urllib", "uuid",
 ]  # fmt: skip
 """What comes with the first mailbox or event loop, and not with the names."""

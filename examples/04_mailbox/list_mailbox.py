@@ -47,17 +47,17 @@ class Queue:
         self.settled = 0
         self.changed = anyio.Event()
 
-    def rouse(self) -> None:
-        """Let the receives that wait look again."""
+    def wake_receives(self) -> None:
+        """Wake the receives that wait: they look again."""
         self.changed.set()
         self.changed = anyio.Event()
 
     def to_tail(self, row: Row, due: float) -> None:
-        """Nobody holds it any more; from ``due`` on it can be had."""
+        """End its lease and put it last. It can be claimed from ``due`` on."""
         row.lease, row.due = "", due
         self.rows.remove(row)
         self.rows.append(row)
-        self.rouse()
+        self.wake_receives()
 
     def expire(self, now: float) -> None:
         """Take the messages back whose leases have ended: a charged attempt."""
@@ -87,7 +87,7 @@ class ListBackend(Backend):
 
     def stop_claims(self) -> None:
         self._is_closing = True
-        self._queue.rouse()
+        self._queue.wake_receives()
 
     def statistics(self) -> MailboxStatistics:
         return MailboxStatistics(waiting_receives=self._waiting, connected=True)
@@ -100,7 +100,7 @@ class ListBackend(Backend):
     def _add(self, queue: Queue, envelopes: list[Envelope]) -> None:
         now = anyio.current_time()
         queue.rows += [Row(envelope, self._wall(), now + envelope.delay) for envelope in envelopes]
-        queue.rouse()
+        queue.wake_receives()
 
     async def claim(
         self, max_messages: int, visibility_timeout: float, wait_time_seconds: float
@@ -138,7 +138,7 @@ class ListBackend(Backend):
         )  # fmt: skip
 
     def _held(self, delivery: ClaimedMessage) -> Row:
-        """The row that this delivery holds; an error where it holds none any more."""
+        """Return the row that this delivery holds. Raise an error if its lease has ended."""
         self._queue.expire(anyio.current_time())
         for row in self._queue.rows:
             if row.lease and row.lease == delivery.receipt_handle:
@@ -195,17 +195,17 @@ class ListBackend(Backend):
     async def replay_dead_letters(self, message_ids: list[str] | None) -> int:
         again = [d for d, _, _ in self._queue.dead if message_ids is None or d.message_id in message_ids]
         envelopes = [Envelope(d.message_id, d.body, reply_to=d.reply_to, headers=d.headers) for d in again]
-        self._bring_out(message_ids)
+        self._remove_dead(message_ids)
         self._add(self._queue, envelopes)
         return len(again)
 
     async def purge_dead_letters(self, message_ids: list[str] | None) -> int:
-        forgotten = self._bring_out(message_ids)
+        forgotten = self._remove_dead(message_ids)
         self._queue.settled += forgotten
         return forgotten
 
-    def _bring_out(self, message_ids: list[str] | None) -> int:
-        """Take letters from among the dead; how many that were."""
+    def _remove_dead(self, message_ids: list[str] | None) -> int:
+        """Remove these dead letters, or all. Return how many they were."""
         before = len(self._queue.dead)
         keep = [] if message_ids is None else [x for x in self._queue.dead if x[0].message_id not in message_ids]
         self._queue.dead = keep

@@ -12,7 +12,7 @@ import anyio
 import pytest
 from cli_helpers import Command, alive, only_line, run, started, wait_until, wait_until_gone
 
-from mainspring.cli.link import VARIABLE
+from mainspring.cli.parent_link import VARIABLE
 from mainspring.cli.run import RunOptions
 from mainspring.cli.supervise import Supervisor
 from mainspring.policies import RestartPolicy

@@ -20,7 +20,7 @@ from anyio.streams.text import TextReceiveStream
 import mainspring
 from mainspring.cli.demo_report import DemoReport, account
 from mainspring.cli.demo_view import DemoView
-from mainspring.cli.link import link_for_child
+from mainspring.cli.parent_link import link_for_child
 from mainspring.cli.user_errors import FAILED, UserError, say
 from mainspring.core.process import signal_child
 from mainspring.runtime.scope import DaemonScope

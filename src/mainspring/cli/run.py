@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from mainspring.cli.early_signals import CommandSignals, Interrupted
-from mainspring.cli.link import ParentLink
+from mainspring.cli.parent_link import ParentLink
 from mainspring.cli.sources import loaded_directories
 from mainspring.cli.target import load_group
 from mainspring.cli.user_errors import FAILED, WRONG_USE, UserError, say

@@ -16,7 +16,7 @@ import anyio
 from anyio.abc import Process, UNIXSocketStream
 from anyio.streams.buffered import BufferedByteReceiveStream
 
-from mainspring.cli.link import LOAD_TIMEOUT, MARGIN, link_for_child
+from mainspring.cli.parent_link import LOAD_TIMEOUT, MARGIN, link_for_child
 from mainspring.cli.restart_decisions import (
     AwaitChange,
     Ended,

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from mainspring.core.contexts import driven
+from mainspring.core.run_in_context import driven
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator

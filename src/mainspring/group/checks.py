@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import anyio
 
 from mainspring.core.clock import real_work
-from mainspring.core.contexts import run_in
 from mainspring.core.introspection import is_async, name_of, ran
+from mainspring.core.run_in_context import run_in
 from mainspring.errors import describe
 from mainspring.events import CheckChanged, Dispatcher
 from mainspring.runtime.cancellation import SpuriousAsError

@@ -42,8 +42,8 @@ class Codec:
     in pydantic's lax mode, and whatever a type's own validators raise means that it does not fit.
 
     What :meth:`encode` returns is decoded to what it was given, or it raises. Fields are written by their names, and read by
-    their names and aliases; secrets are written as their values, and computed fields not at all. Of a type that leaves it
-    open whether a value comes back as it was (see :mod:`mainspring.mailbox.exact`), each is read back and compared. Without
+    their names and aliases; secrets are written as their values, and computed fields not at all. A value that may
+    not come back as it was is read back and compared: :mod:`mainspring.mailbox.json_round_trip` says for which types. Without
     a type a dataclass or a model is written for a reader that knows its class; others get its JSON data.
 
     :param verifies: False leaves out reading back and comparing.
@@ -57,7 +57,7 @@ class Codec:
         from pydantic import BaseModel, PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
         from pydantic_core import PydanticSerializationError
 
-        from mainspring.mailbox.exact import exactness
+        from mainspring.mailbox.json_round_trip import exactness
 
         self.body_type: Any = Any if body_type is None else body_type
         try:

@@ -226,7 +226,7 @@ class ReplyRouter:
                     raise
                 finally:
                     entry.users -= 1
-                    self._tidy()
+                    self._close_idle()
         except TimeoutError:
             raise MailboxConnectionError(f"{url!r} has not taken the reply within {SEND_TIMEOUT:g} s") from None
 
@@ -246,8 +246,8 @@ class ReplyRouter:
             entry.users += 1
             return entry
 
-    def _tidy(self) -> None:
-        """Let go of those to which nothing was sent for longest. One in memory may be there only because it is kept here."""
+    def _close_idle(self) -> None:
+        """Close the mailboxes that are unused for longest, down to ``MOST``. Those in memory stay: closed, they may be gone."""
         idle = [url for url, entry in self._open.items() if not entry.users and entry.mailbox.capabilities.durable]
         for url in idle[: max(0, len(idle) - MOST)]:
             self._open.pop(url).unwanted.set()

@@ -200,7 +200,7 @@ class Processes:
             starting(False)
         return worker
 
-    def give_back(self, worker: PoolProcess) -> None:
+    def release(self, worker: PoolProcess) -> None:
         """Make a worker that has done its job available again."""
         with self._lock:
             if not self._closed:
@@ -270,7 +270,7 @@ class ProcessJob:
             # The second time a new one: what has killed the first, as it was idle, may have killed, or be killing, others.
             worker = self._processes.take(self._starting, fresh=last)
             if not self._hold(worker):
-                self._processes.give_back(worker)  # it was given up meanwhile; the worker is as good as new
+                self._processes.release(worker)  # it was given up meanwhile; the worker is as good as new
                 raise OffloadClosedError(f"{name_of(self.fn)} was given up before it began")
             try:
                 answer = worker.ask(job)
@@ -288,7 +288,7 @@ class ProcessJob:
                     ) from None
             else:
                 self._let_go(begun=True)
-                self._processes.give_back(worker)
+                self._processes.release(worker)
                 return unpack(self.fn, answer)
             # It died with no job in its hands, maybe before it came to this one: another one does this.
         raise AssertionError

@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import anyio
 
 from mainspring.core import process
-from mainspring.core.contexts import run_in
 from mainspring.core.introspection import check_runs, instead_of, is_async, name_of, ran
 from mainspring.core.loggers import Logger
+from mainspring.core.run_in_context import run_in
 from mainspring.errors import ConfigError, InvalidParameterError
 from mainspring.runtime.cancellation import SpuriousAsError
 from mainspring.runtime.scope import DaemonScope

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import anyio
 
-from mainspring.core.contexts import run_in
 from mainspring.core.introspection import check_runs, instead_of, name_of, ran
 from mainspring.core.loggers import Logger
 from mainspring.core.process import call_soon, event_loop, identity, in_task_of
+from mainspring.core.run_in_context import run_in
 from mainspring.errors import (
     ConfigError,
     ControlRefusedError,

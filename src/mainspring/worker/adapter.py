@@ -133,7 +133,7 @@ class LoopAdapter:
         self._waits: anyio.CancelScope | None = None
 
     def __repr__(self) -> str:
-        return f"<ForeignLoop {self.name!r}>"
+        return f"<LoopAdapter {self.name!r}>"
 
     @property
     def left_behind(self) -> str | None:
@@ -325,7 +325,7 @@ class _AdapterRun:
     def stall(self, error: HandlerStalledError) -> None:
         """End the run with ``error``."""
         self.error = error
-        del error  # see `Run.stall`
+        del error  # on trio the traceback of the cancellation, which becomes its cause, refers to this frame
         self._scope.cancel()
 
 

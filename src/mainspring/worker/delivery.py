@@ -11,9 +11,9 @@ import anyio
 
 from mainspring.core import random
 from mainspring.core.clock import thread_clock, utc_clock
-from mainspring.core.contexts import resumed
 from mainspring.core.introspection import close_unbegun, name_of, ran
 from mainspring.core.process import end_returned_child, identity
+from mainspring.core.run_in_context import resumed
 from mainspring.core.tracebacks import where, where_thread
 from mainspring.errors import (
     DeadlineExceededError,
@@ -290,8 +290,8 @@ class HandlerRuns:
     async def make(self, delivery: Delivery, scope: anyio.CancelScope) -> Decision:
         """Run the handler once and decide what its end means.
 
-        Raises nothing but a cancellation, with ``run.decision`` saying what it means. The traceback of an error refers to this
-        frame, which hence keeps no error: its reference cycle would hold all that the handler had made.
+        Raise nothing but a cancellation: ``delivery.decision`` then says what it means. An error's traceback refers to this
+        frame. So the frame keeps no error: a reference cycle would hold all that the handler has made.
         """
         now = self._clock()
         delivery.started = delivery.last_beat = now
@@ -464,7 +464,7 @@ class HandlerRuns:
         return decision
 
     async def _cancelled(self, delivery: Delivery, scope: anyio.CancelScope, error: BaseException) -> Decision | None:
-        """What a cancellation means; None where it goes on its way, with ``run.decision`` saying that."""
+        """What a cancellation means; None where it goes on its way, with ``delivery.decision`` saying that."""
         if not scope.cancel_called and await is_spurious_cancellation():
             # The handler raised it by itself (a cancelled future, say), or its task was cancelled from outside of anyio.
             why = "the handler raised a spurious cancellation; catch it where it arises"

@@ -45,7 +45,7 @@ class LeaseKeeper:
         visibility: float,
         dispatcher: Dispatcher,
         store_health: StoreHealth,
-        give_back: Callable[[float], Awaitable[float]],
+        release_overdue: Callable[[float], Awaitable[float]],
     ) -> None:
         self._name = name
         self._store_health = store_health
@@ -56,27 +56,27 @@ class LeaseKeeper:
         self._first = min(SETTLE_TIMEOUT, self._period if policy.renew != "never" else visibility)
         self._dispatcher = dispatcher
         self._timer = Periodic(self._look)
-        self.overdue = Periodic(give_back)
-        """Gives back what was claimed ahead and has not begun in time: other workers could have begun it."""
+        self.overdue = Periodic(release_overdue)
+        """Releases what was claimed ahead and has not begun in time: other workers could have begun it."""
         self._tasks: TaskGroup | None = None
         self._failures = 0
         """How many renewals have failed since the mailbox was last known to answer."""
         self._retrying: set[Delivery] = set()
         """Those whose renewals are being tried again."""
 
-    async def run(self, hear: Callable[[Callable[[list[str]], object]], Callable[[], None]] | None = None) -> None:
-        """Keep the leases until cancelled; ``hear`` (``Notifications.cancelled.subscribe``) tells of those revoked."""
-        stop_hearing = None if hear is None else hear(self.revoke)
+    async def run(self, subscribe: Callable[[Callable[[list[str]], object]], Callable[[], None]] | None = None) -> None:
+        """Keep the leases until cancelled. ``subscribe`` (``Notifications.cancelled.subscribe``) gets :meth:`revoke`."""
+        unsubscribe = None if subscribe is None else subscribe(self.revoke)
         try:
             async with anyio.create_task_group() as self._tasks:
-                self._tasks.start_soon(self._store_health.run, name=f"{self._name} contact")
+                self._tasks.start_soon(self._store_health.run, name=f"{self._name} store health")
                 self._tasks.start_soon(self.overdue.run, name=f"{self._name} overdue")
                 await self._timer.run()
             # The timer runs until cancelled: a task of the group was, and has ended it.
             raise TaskExitError("the renewal of leases was cancelled by itself, and not by the loop")
         finally:
-            if stop_hearing is not None:
-                stop_hearing()
+            if unsubscribe is not None:
+                unsubscribe()
 
     def track(self, deliveries: Collection[Delivery]) -> None:
         """Begin to keep the leases of runs that were just claimed."""

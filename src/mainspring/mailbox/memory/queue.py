@@ -306,8 +306,8 @@ class MemoryQueue:
             self.advance(now)
         if self.capacity is not None:
             keys = {envelope.dedup_key for envelope in envelopes if envelope.dedup_key is not None}
-            unkeyed = sum(envelope.dedup_key is None for envelope in envelopes)
-            self._check_room(unkeyed + len(keys - self._keys.keys()))
+            without_key = sum(envelope.dedup_key is None for envelope in envelopes)
+            self._check_room(without_key + len(keys - self._keys.keys()))
         return [self.put(envelope, now) for envelope in envelopes]
 
     def _check_room(self, more: int) -> None:

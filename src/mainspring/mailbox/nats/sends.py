@@ -32,7 +32,7 @@ class Sends:
         most = self._store.connection.max_payload - RESERVED  # another one after a reconnection, perhaps
         records = []
         sent = []
-        keyed = False
+        has_keys = False
         for envelope in envelopes:
             if envelope.priority:
                 raise InvalidParameterError(
@@ -44,8 +44,8 @@ class Sends:
             check_size("a message", size, most, "this NATS server's max_payload leaves for one")
             records.append(record)
             sent.append(record.message_id)
-            keyed = keyed or record.dedup_key is not None
-        if keyed:
+            has_keys = has_keys or record.dedup_key is not None
+        if has_keys:
             sent = await self._send_in_turn(records)
         elif len(records) == 1:
             await self._store.add(self._addition(records[0]))

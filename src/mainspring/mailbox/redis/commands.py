@@ -310,16 +310,16 @@ def _write_sends(call: FunctionCall, sends: Sequence[batched.Send]) -> None:
     envelopes = sends[0].envelopes if len(sends) == 1 else [send.envelopes[0] for send in sends]
     first, most = envelopes[0], sends[0].capacity  # the others differ from the first in body, headers and key only
     expires = 0 if first.expires_in is None else max(1, micros(first.expires_in))
-    keyed = any(map(_dedup_key, envelopes))
-    if len(envelopes) > 1 or keyed or first.delay or expires or most is not None:
+    has_keys = any(map(_dedup_key, envelopes))
+    if len(envelopes) > 1 or has_keys or first.delay or expires or most is not None:
         call.arguments += ("send", len(envelopes), -first.priority, micros(first.delay), expires)
-        call.arguments += (-1 if most is None else most, int(keyed))
+        call.arguments += (-1 if most is None else most, int(has_keys))
     else:
         call.arguments += ("send_one", -first.priority)
     for envelope in envelopes:
         head = head_of(envelope) if envelope.headers or envelope.reply_to is not None else PLAIN
         call.arguments += (envelope.message_id, head + envelope.body)
-        if keyed:
+        if has_keys:
             call.arguments.append(encoded(envelope.dedup_key or ""))
 
 

@@ -92,7 +92,7 @@ class DatabaseFile:
             self._after_trouble(error)
             return None
 
-    def tidy(self) -> None:
+    def checkpoint_log(self) -> None:
         """Keep the write-ahead log short; called between transactions, once the callers have their results."""
         if self._log_pages < CHECKPOINT_PAGES or self._connection is None:
             return

@@ -15,7 +15,7 @@ from typing_extensions import TypeVar
 from mainspring.core import clock
 from mainspring.core.process import event_loop
 from mainspring.errors import ConfigError, MainspringError
-from mainspring.mailbox import batched as do
+from mainspring.mailbox import batched
 from mainspring.mailbox.backend import TRANSIENT, TRANSIENT_LIFE, Capabilities, MailboxStatistics
 from mainspring.mailbox.batched import Batcher, Command
 from mainspring.mailbox.limits import check_column, check_row, lease_over
@@ -119,7 +119,7 @@ class SQLiteOptions(Options):
     busy_timeout: Annotated[float, Field(ge=0, description="a number of seconds from 0"), NUMBER]
 
 
-class SQLiteBackend(do.BatchedBackend):
+class SQLiteBackend(batched.BatchedBackend):
     """A queue in the file at ``path``."""
 
     capabilities = Capabilities(durable=True, cross_process=True, ordered=True, joined_acks=True, queue_age=True)
@@ -171,7 +171,7 @@ class SQLiteBackend(do.BatchedBackend):
             self._execute, resume=self._until_executed, undo=self.undo, name=f"mailbox {self.name!r}"
         )
         try:
-            opening = do.Open(self.name)
+            opening = batched.Open(self.name)
             await self._execute([opening])
             if opening.error is not None:
                 raise opening.error
@@ -229,7 +229,7 @@ class SQLiteBackend(do.BatchedBackend):
         with self._real_work():
             await self._executed.wait()
         for command in self._submitted:
-            if type(command) is do.Claim and command.result:
+            if type(command) is batched.Claim and command.result:
                 for delivery in command.result:
                     delivery.leased_at = self._submitted_at
 
@@ -238,7 +238,7 @@ class SQLiteBackend(do.BatchedBackend):
         self.waiters.announced = math.inf
         if self.waiters.parked:
             try:
-                await self.call(do.Sweep())
+                await self.call(batched.Sweep())
             except MainspringError:  # the receives themselves will hear of it
                 return self._now() + LOOK_AGAIN
         return math.inf
@@ -248,13 +248,13 @@ class SQLiteBackend(do.BatchedBackend):
     async def send(self, envelopes: list[Envelope]) -> list[str]:
         for envelope in envelopes:
             check_row("a message", envelope)
-        ids: list[str] = await self.call(do.Send(envelopes, self._capacity))
+        ids: list[str] = await self.call(batched.Send(envelopes, self._capacity))
         return ids
 
     async def _keep(self) -> None:
         """Say that this transient mailbox is in use; one that was forgotten meanwhile (the machine slept) is made anew."""
         self._keep_at = self._now() + TRANSIENT_LIFE / 24
-        self._number = await self._batcher.call(do.Open(self.name))
+        self._number = await self._batcher.call(batched.Open(self.name))
         if self._writer is not None and self._number != self.waiters.mailbox:
             self._writer.remove_waiters(self.waiters)
             self.waiters.mailbox = self._number
@@ -263,16 +263,16 @@ class SQLiteBackend(do.BatchedBackend):
     async def settle(self, delivery: ClaimedMessage, settlement: Settlement) -> None:
         command: Command
         if isinstance(settlement, Nack):
-            command = do.NackCommand(delivery, settlement)
+            command = batched.NackCommand(delivery, settlement)
         elif isinstance(settlement, Dead):
-            command = do.DeadLetterCommand(delivery, _writable(settlement))
+            command = batched.DeadLetterCommand(delivery, _writable(settlement))
         elif settlement.reply is None:
             for error in (await self.acknowledge_many([delivery])).values():
                 raise error
             return
         else:
             check_row("a reply", settlement.reply)
-            command = do.Reply(delivery, settlement)
+            command = batched.Reply(delivery, settlement)
         await self.call(command)
 
     async def acknowledge_many(self, deliveries: list[ClaimedMessage]) -> dict[int, Exception]:
@@ -286,7 +286,7 @@ class SQLiteBackend(do.BatchedBackend):
         if self._now() >= self._keep_at:
             await self._keep()
         command.mailbox = self._number
-        if isinstance(command, do.OfDelivery) and not is_lease(command.delivery.receipt_handle):
+        if isinstance(command, batched.OfDelivery) and not is_lease(command.delivery.receipt_handle):
             raise lease_over(command.delivery)
         return await self._batcher.call(command)
 

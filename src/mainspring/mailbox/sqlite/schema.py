@@ -218,8 +218,9 @@ FORGET_DELAYED = "DELETE FROM delayed WHERE due = ? AND seq = ?"
 
 # ------------------------------------------------------------------------------------------------------- dead letters
 
-BURY = """INSERT INTO dead SELECT ?, mailbox, rank, id, body, enqueued_at, reply_to, headers, deliveries + ?, attempts + ?,
-    coalesce(first_received_at, ?), checkpoint, ?, ?, ?, ?, dedup_key, coalesce(?, history) FROM messages WHERE seq = ?"""
+DEAD_LETTER = """INSERT INTO dead SELECT ?, mailbox, rank, id, body, enqueued_at, reply_to, headers, deliveries + ?,
+    attempts + ?, coalesce(first_received_at, ?), checkpoint, ?, ?, ?, ?, dedup_key, coalesce(?, history)
+    FROM messages WHERE seq = ?"""
 _DEAD = """SELECT id, body, deliveries, attempts, enqueued_at, first_received_at, reply_to, headers, checkpoint, history,
     error, error_type, traceback, dead_at FROM dead
     """

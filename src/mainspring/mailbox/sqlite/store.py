@@ -7,7 +7,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mainspring.mailbox import batched as do
+from mainspring.mailbox import batched
 from mainspring.mailbox.backend import TRANSIENT, TRANSIENT_LIFE
 from mainspring.mailbox.codec import headers_of
 from mainspring.mailbox.limits import full, lease_over
@@ -33,7 +33,7 @@ def is_lease(receipt_handle: str) -> bool:
     return receipt_handle.isascii() and receipt_handle.isdigit() and len(receipt_handle) <= MOST_DIGITS
 
 
-def cancel(work: UnitOfWork, commands: list[do.Cancel]) -> None:
+def cancel(work: UnitOfWork, commands: list[batched.Cancel]) -> None:
     """End messages wherever they are; who has one in hand will be told."""
     for command in commands:
         command.result = UNKNOWN
@@ -44,7 +44,7 @@ def cancel(work: UnitOfWork, commands: list[do.Cancel]) -> None:
 
 def _end(
     work: UnitOfWork,
-    command: do.Cancel,
+    command: batched.Cancel,
     seq: int,
     rank: int,
     reply_to: str | None,
@@ -83,7 +83,7 @@ def _leave_ready(work: UnitOfWork, mailbox: int, rank: int, seq: int) -> None:
             return
 
 
-def drop(work: UnitOfWork, commands: list[do.Drop]) -> None:
+def drop(work: UnitOfWork, commands: list[batched.Drop]) -> None:
     """Forget mailboxes."""
     for command in commands:
         forget_mailbox(work, command.mailbox)
@@ -95,14 +95,14 @@ def forget_mailbox(work: UnitOfWork, mailbox: int) -> None:
         work.execute(statement, (mailbox,))
 
 
-def list_dead(work: UnitOfWork, commands: list[do.ListDead]) -> None:
+def list_dead(work: UnitOfWork, commands: list[batched.ListDead]) -> None:
     """A page of them, oldest first."""
     for command in commands:
         values = (command.mailbox, command.mailbox, command.after, command.limit)
         command.result = [_dead_row(row) for row in work.rows(sql.DEAD_PAGE, values)]
 
 
-def find(work: UnitOfWork, commands: list[do.FindDead]) -> None:
+def find(work: UnitOfWork, commands: list[batched.FindDead]) -> None:
     """Those of some ids."""
     for command in commands:
         values = (command.mailbox, json.dumps(command.ids))
@@ -119,7 +119,7 @@ def _dead_row(row: tuple[Any, ...]) -> tuple[ClaimedMessage, Dead, float]:
     return delivery, Dead(*why), dead_at
 
 
-def replay_dead(work: UnitOfWork, commands: list[do.ReplayDead]) -> None:
+def replay_dead(work: UnitOfWork, commands: list[batched.ReplayDead]) -> None:
     """Back into the queue, with fresh counts."""
     for command in commands:
         first = work.tick
@@ -131,17 +131,17 @@ def replay_dead(work: UnitOfWork, commands: list[do.ReplayDead]) -> None:
                 command.error = full(waiting, command.capacity, more)
                 continue
         work.execute(sql.REVIVE_ALL if command.ids is None else sql.REVIVE_SOME, (first, *which))
-        revived = work.changes()
-        work.tick += revived
+        replayed = work.changes()
+        work.tick += replayed
         work.execute(sql.READY_RANGE, (first + 1, work.tick))
         _drop_dead(work, command)
         delta = work.delta(command.mailbox)
-        delta.dead -= revived
-        delta.gain(revived)
-        command.result = revived
+        delta.dead -= replayed
+        delta.gain(replayed)
+        command.result = replayed
 
 
-def purge_dead(work: UnitOfWork, commands: list[do.PurgeDead]) -> None:
+def purge_dead(work: UnitOfWork, commands: list[batched.PurgeDead]) -> None:
     """Away for good."""
     for command in commands:
         command.result = dropped = _drop_dead(work, command)
@@ -150,7 +150,7 @@ def purge_dead(work: UnitOfWork, commands: list[do.PurgeDead]) -> None:
         delta.settled += dropped
 
 
-def _drop_dead(work: UnitOfWork, command: do.ReplayDead | do.PurgeDead) -> int:
+def _drop_dead(work: UnitOfWork, command: batched.ReplayDead | batched.PurgeDead) -> int:
     if command.ids is None:
         work.execute(sql.DROP_ALL_DEAD, (command.mailbox,))
     else:
@@ -202,7 +202,7 @@ def look(connection: Connection, waited_on: Sequence[int] = ()) -> tuple[dict[in
 # ------------------------------------------------------------------------------------------------------------- sending
 
 
-def _open(work: UnitOfWork, commands: list[do.Open]) -> None:
+def _open(work: UnitOfWork, commands: list[batched.Open]) -> None:
     for command in commands:
         command.result = number = work.mailbox(command.name)
         if command.name.startswith(TRANSIENT):
@@ -211,7 +211,7 @@ def _open(work: UnitOfWork, commands: list[do.Open]) -> None:
         forget_mailbox(work, unused)
 
 
-def _send(work: UnitOfWork, commands: list[do.Send]) -> None:
+def _send(work: UnitOfWork, commands: list[batched.Send]) -> None:
     batch = Inserts(work)
     for command in commands:
         envelopes = command.envelopes
@@ -228,8 +228,8 @@ def _send(work: UnitOfWork, commands: list[do.Send]) -> None:
 # ----------------------------------------------------------------------------------------------------------- receiving
 
 
-def _claim(work: UnitOfWork, commands: list[do.Claim]) -> None:
-    alike: dict[tuple[int, float], list[do.Claim]] = {}
+def _claim(work: UnitOfWork, commands: list[batched.Claim]) -> None:
+    alike: dict[tuple[int, float], list[batched.Claim]] = {}
     for command in commands:
         alike.setdefault((command.mailbox, command.visibility), []).append(command)
     for (mailbox, visibility), claims in alike.items():
@@ -294,11 +294,11 @@ def _lease(work: UnitOfWork, mailbox: int, limit: int, visibility: float) -> tup
     for taken, seq in unreadable:
         work.execute(sql.DROP_LEASE, (taken,))
         delta.in_flight -= 1
-        work.bury(mailbox, seq, _UNREADABLE, 1, wall)
+        work.dead_letter(mailbox, seq, _UNREADABLE, 1, wall)
     return deliveries, len(unreadable)
 
 
-def _unclaim(work: UnitOfWork, commands: list[do.Unclaim]) -> None:
+def _unclaim(work: UnitOfWork, commands: list[batched.Unclaim]) -> None:
     for command in commands:
         given = _json_list([delivery.receipt_handle for delivery in command.deliveries])
         work.execute(sql.UNLEASE_EXPIRING, (given,))
@@ -313,7 +313,7 @@ def _unclaim(work: UnitOfWork, commands: list[do.Unclaim]) -> None:
 # ------------------------------------------------------------------------------------------------------------ settling
 
 
-class Acknowledge(do.AcknowledgeMany):
+class Acknowledge(batched.AcknowledgeMany):
     """It waits a moment for a claim, to share one transaction with it."""
 
     joins: ClassVar[bool] = True
@@ -351,7 +351,7 @@ def _only_held(work: UnitOfWork, mailbox: int, given: str, acks: list[tuple[Ackn
     return good
 
 
-def _acknowledge_and_reply(work: UnitOfWork, commands: list[do.Reply]) -> None:
+def _acknowledge_and_reply(work: UnitOfWork, commands: list[batched.Reply]) -> None:
     for command in commands:
         held = _take(work, command.mailbox, command.delivery, command)
         reply = command.ack.reply
@@ -371,7 +371,7 @@ def _reply(work: UnitOfWork, reply: Envelope) -> None:
         batch.write()
 
 
-def _nack(work: UnitOfWork, commands: list[do.NackCommand]) -> None:
+def _nack(work: UnitOfWork, commands: list[batched.NackCommand]) -> None:
     for command in commands:
         held = _take(work, command.mailbox, command.delivery, command)
         if held is None:
@@ -387,11 +387,11 @@ def _nack(work: UnitOfWork, commands: list[do.NackCommand]) -> None:
         enqueue(work, command.mailbox, seq, rank, pos, how.delay, expires_at)
 
 
-def _dead_letter(work: UnitOfWork, commands: list[do.DeadLetterCommand]) -> None:
+def _dead_letter(work: UnitOfWork, commands: list[batched.DeadLetterCommand]) -> None:
     for command in commands:
         held = _take(work, command.mailbox, command.delivery, command)
         if held is not None:
-            work.bury(command.mailbox, held[0], command.dead, 1, held[2])
+            work.dead_letter(command.mailbox, held[0], command.dead, 1, held[2])
             if command.dead.reply is not None:
                 _reply(work, command.dead.reply)
 
@@ -407,7 +407,7 @@ def _take(work: UnitOfWork, mailbox: int, delivery: ClaimedMessage, command: Com
     return None
 
 
-def _extend(work: UnitOfWork, commands: list[do.Extend]) -> None:
+def _extend(work: UnitOfWork, commands: list[batched.Extend]) -> None:
     for command in commands:
         until = work.boot + command.timeout
         lease = int(command.delivery.receipt_handle)
@@ -416,7 +416,7 @@ def _extend(work: UnitOfWork, commands: list[do.Extend]) -> None:
             command.error = lease_over(command.delivery)
 
 
-def _save_checkpoint(work: UnitOfWork, commands: list[do.Checkpoint]) -> None:
+def _save_checkpoint(work: UnitOfWork, commands: list[batched.Checkpoint]) -> None:
     for command in commands:
         lease = int(command.delivery.receipt_handle)
         work.execute(sql.CHECKPOINT, (command.state, lease, command.mailbox, work.boot))
@@ -431,7 +431,7 @@ def _json_list(leases: list[str]) -> str:
 # ------------------------------------------------------------------------------------------------------- looking after
 
 
-def _count(work: UnitOfWork, commands: list[do.Count]) -> None:
+def _count(work: UnitOfWork, commands: list[batched.Count]) -> None:
     work.flush()
     for command in commands:
         sent = work.value(sql.FIRST_SENT, (command.mailbox,) * 3)
@@ -439,11 +439,11 @@ def _count(work: UnitOfWork, commands: list[do.Count]) -> None:
         command.result = Counts(*work.counts(command.mailbox), queue_age=age)
 
 
-def _sweep(work: UnitOfWork, commands: list[do.Sweep]) -> None:
+def _sweep(work: UnitOfWork, commands: list[batched.Sweep]) -> None:
     work.empty.update(command.mailbox for command in commands)  # so that the next due instant is told
 
 
-def _purge(work: UnitOfWork, commands: list[do.Purge]) -> None:
+def _purge(work: UnitOfWork, commands: list[batched.Purge]) -> None:
     for command in commands:
         work.flush()
         delayed, pending, in_flight, _, _ = work.counts(command.mailbox)
@@ -458,25 +458,25 @@ def _purge(work: UnitOfWork, commands: list[do.Purge]) -> None:
 
 
 _IN_ORDER: tuple[tuple[type, Callable[[UnitOfWork, Any], None]], ...] = (
-    (do.Open, _open),
-    (do.Unclaim, _unclaim),
+    (batched.Open, _open),
+    (batched.Unclaim, _unclaim),
     (Acknowledge, _acknowledge),
-    (do.Reply, _acknowledge_and_reply),
-    (do.NackCommand, _nack),
-    (do.DeadLetterCommand, _dead_letter),
-    (do.Extend, _extend),
-    (do.Checkpoint, _save_checkpoint),
-    (do.Cancel, cancel),
-    (do.Purge, _purge),
-    (do.Send, _send),
-    (do.ReplayDead, replay_dead),
-    (do.PurgeDead, purge_dead),
-    (do.Claim, _claim),
-    (do.Sweep, _sweep),
-    (do.Count, _count),
-    (do.Drop, drop),
-    (do.FindDead, find),
-    (do.ListDead, list_dead),
+    (batched.Reply, _acknowledge_and_reply),
+    (batched.NackCommand, _nack),
+    (batched.DeadLetterCommand, _dead_letter),
+    (batched.Extend, _extend),
+    (batched.Checkpoint, _save_checkpoint),
+    (batched.Cancel, cancel),
+    (batched.Purge, _purge),
+    (batched.Send, _send),
+    (batched.ReplayDead, replay_dead),
+    (batched.PurgeDead, purge_dead),
+    (batched.Claim, _claim),
+    (batched.Sweep, _sweep),
+    (batched.Count, _count),
+    (batched.Drop, drop),
+    (batched.FindDead, find),
+    (batched.ListDead, list_dead),
 )
-_EXACT = frozenset({do.Count, do.Purge, do.ListDead, do.FindDead, do.Cancel})
+_EXACT = frozenset({batched.Count, batched.Purge, batched.ListDead, batched.FindDead, batched.Cancel})
 """Commands whose result says what is where: before them, all that is due is done."""

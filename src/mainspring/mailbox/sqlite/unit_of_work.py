@@ -120,14 +120,14 @@ class UnitOfWork:
             return None
         return self.mailbox(name)
 
-    def bury(
+    def dead_letter(
         self, mailbox: int, seq: int, dead: Dead, delivered: int, received_at: float | None, at: float | None = None
     ) -> None:
         """Move a message that has no place any more to the dead letters; it died ``at`` (POSIX), or just now."""
         self.tick += 1
         why = (dead.error, dead.error_type, dead.traceback)
         dead_at = self.wall if at is None else at
-        self.execute(sql.BURY, (self.tick, delivered, delivered, received_at, *why, dead_at, dead.history, seq))
+        self.execute(sql.DEAD_LETTER, (self.tick, delivered, delivered, received_at, *why, dead_at, dead.history, seq))
         self.execute(sql.DROP_MESSAGE, (seq,))
         self.delta(mailbox).dead += 1
 
@@ -206,7 +206,7 @@ def enqueue(
     """Let a message wait: at ``pos`` of the queue, or ``delay`` seconds first."""
     delta = work.delta(mailbox)
     if expires_at is not None and expires_at <= work.wall:
-        work.bury(mailbox, seq, EXPIRED, 0, None)
+        work.dead_letter(mailbox, seq, EXPIRED, 0, None)
         return
     due = work.wall + delay if delay else None
     if due is None:
@@ -259,7 +259,7 @@ def expire(work: UnitOfWork, limit: int) -> None:
             work.execute(sql.NOT_EXPIRING, (expires_at, seq))
             work.execute(sql.FORGET_DELAYED, (due, seq))
             work.delta(mailbox).delayed -= 1
-            work.bury(mailbox, seq, EXPIRED, 0, None, expires_at)
+            work.dead_letter(mailbox, seq, EXPIRED, 0, None, expires_at)
 
 
 def expire_ready(work: UnitOfWork, mailbox: int, rank: int, pos: int, seq: int, expires_at: float) -> None:
@@ -267,7 +267,7 @@ def expire_ready(work: UnitOfWork, mailbox: int, rank: int, pos: int, seq: int, 
     work.execute(sql.NOT_EXPIRING, (expires_at, seq))
     work.execute(sql.FORGET_READY, (mailbox, rank, pos))
     work.delta(mailbox).pending -= 1
-    work.bury(mailbox, seq, EXPIRED, 0, None, expires_at)
+    work.dead_letter(mailbox, seq, EXPIRED, 0, None, expires_at)
 
 
 class Inserts:
@@ -312,8 +312,8 @@ class Inserts:
     def how_many_new(self, mailbox: int, envelopes: list[Envelope]) -> int:
         """How many of them are no repetition of an unfinished message, or of one another."""
         keys = {e.dedup_key for e in envelopes if e.dedup_key is not None}
-        unkeyed = sum(e.dedup_key is None for e in envelopes)
-        return unkeyed + sum(self._known(mailbox, key) is None for key in keys)
+        without_key = sum(e.dedup_key is None for e in envelopes)
+        return without_key + sum(self._known(mailbox, key) is None for key in keys)
 
     def write(self) -> None:
         """Write what was taken."""

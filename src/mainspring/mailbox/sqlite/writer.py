@@ -184,7 +184,7 @@ class Writer:
                 return
             for job in jobs:
                 job.finish()
-            self.file.tidy()
+            self.file.checkpoint_log()
 
     def _transact(self, jobs: list[Job]) -> None:
         commands = jobs[0].commands if len(jobs) == 1 else [command for job in jobs for command in job.commands]

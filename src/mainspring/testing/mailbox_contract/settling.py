@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from mainspring.mailbox.message import Message
 
-    GiveBack: TypeAlias = Callable[[Message], Awaitable[None]]
+    EndDelivery: TypeAlias = Callable[[Message], Awaitable[None]]
 
 
 FOREIGN = ("", "rubbish", "\u00e4", "\0", "\ud800", "9" * 40)
@@ -106,12 +106,12 @@ async def a_foreign_receipt_handle_is_refused_by_itself(h: Harness, box: AnyMail
     await h.counts(box, settled=2)
 
 
-def _charges(name: str, claim: str, give_back: GiveBack, *, charged: bool) -> Behaviour:
+def _charges(name: str, claim: str, end_delivery: EndDelivery, *, charged: bool) -> Behaviour:
     async def run(h: Harness, box: AnyMailbox) -> None:
         await box.send("x")
         for number in range(1, 5):
             message = await h.one(box, counts=(number, number if charged else 1))
-            await give_back(message)
+            await end_delivery(message)
             check(message.is_settled, "is_settled is not set")
             await h.counts(box, pending=1)
         await (await h.one(box)).nack()
@@ -120,10 +120,10 @@ def _charges(name: str, claim: str, give_back: GiveBack, *, charged: bool) -> Be
     return from_row(name, claim, run)
 
 
-def _order(name: str, claim: str, give_back: GiveBack, order: str, *needs: str) -> Behaviour:
+def _order(name: str, claim: str, end_delivery: EndDelivery, order: str, *needs: str) -> Behaviour:
     async def run(h: Harness, box: AnyMailbox) -> None:
         await box.send_many("abc")
-        await give_back(await h.one(box))
+        await end_delivery(await h.one(box))
         equal("".join(texts(await h.all(box))), order, "the order after it")
 
     return from_row(name, claim, run, *needs)

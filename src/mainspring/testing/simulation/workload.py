@@ -59,10 +59,10 @@ class Workload:
                 number += 1
                 poisoned = rng.random() < self._world.faults.poison
                 twice = rng.random() < self._world.faults.duplicate
-                keyed = rng.random() < 0.5
-                await self._send_one(number, poisoned=poisoned, twice=twice, keyed=keyed)
+                with_key = rng.random() < 0.5
+                await self._send_one(number, poisoned=poisoned, twice=twice, with_key=with_key)
 
-    async def _send_one(self, number: int, *, poisoned: bool, twice: bool, keyed: bool) -> None:
+    async def _send_one(self, number: int, *, poisoned: bool, twice: bool, with_key: bool) -> None:
         while True:
             try:
                 if poisoned:
@@ -72,7 +72,7 @@ class Workload:
                 else:
                     body = self._world.under_test.body(number)
                     reply_to = self._replies.address if number % REQUEST_EVERY == 0 else None
-                    key = f"key {number}" if keyed else None
+                    key = f"key {number}" if with_key else None
                     for _ in range(2 if twice else 1):
                         await self._mailbox.send(body, reply_to=reply_to, dedup_key=key)
             except (MailboxConnectionError, MailboxFullError):

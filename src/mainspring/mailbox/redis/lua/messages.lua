@@ -88,15 +88,15 @@ local function send_one(box, id, rank, value)
 end
 
 -- See send. `values`, `spots` and `keys` become the arguments of the commands that store them, and their dedup keys.
-local function send_all(box, values, spots, keys, from, count, rank, delay, expires, keyed)
-  local at, step, last = from, keyed and 3 or 2, 0
+local function send_all(box, values, spots, keys, from, count, rank, delay, expires, has_keys)
+  local at, step, last = from, has_keys and 3 or 2, 0
   local before, ids, own = next_seq(box, count) - count, {}, {}
   local sent = '|' .. text(now) .. '|' .. rank .. '|'
   local score = delay > 0 and text(now + delay) or rank
   local behind = delay > 0 and rank .. '.'
   for i = 1, count do
     local id, same = ARGV[at], nil
-    if keyed then
+    if has_keys then
       local key = ARGV[at + 2]
       if key ~= '' then
         keys[#keys + 1] = key
@@ -162,7 +162,7 @@ local function undo_send(box, values, spots, keys)
   pcall(bulk, 'HDEL', box.messages, ids)
 end
 
--- Store `count` messages, from ARGV[from] on: id and body (with its flags), and the dedup key where `keyed`. Their ids; nil
+-- Store `count` messages, from ARGV[from] on: id and body (with its flags), and the dedup key if `has_keys`. Their ids; nil
 -- where there is no memory for them: then none is stored.
 local function send(box, ...)
   local values, spots, keys = {}, {}, {}
@@ -179,8 +179,8 @@ local function waiting(box)
 end
 
 -- How many of those to be put are new: some have the key of an unfinished message, or of one before them.
-local function how_many_new(box, from, count, keyed)
-  if not keyed then
+local function how_many_new(box, from, count, has_keys)
+  if not has_keys then
     return count
   end
   local new, seen = 0, {}

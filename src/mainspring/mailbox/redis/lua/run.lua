@@ -78,26 +78,26 @@ local operations = {
   end,
   send = function()
     local count, rank, delay, expires = next_number(), next_argument(), next_number(), next_number()
-    local capacity, keyed = next_number(), next_argument() == '1'
+    local capacity, has_keys = next_number(), next_argument() == '1'
     local from = at
-    at = at + count * (keyed and 3 or 2)
+    at = at + count * (has_keys and 3 or 2)
     if is_missing(box) then
       return {}
     end
-    if keyed or capacity >= 0 then
+    if has_keys or capacity >= 0 then
       sweep(box)
     end
     if capacity >= 0 then
-      local there, new = waiting(box), how_many_new(box, from, count, keyed)
+      local there, new = waiting(box), how_many_new(box, from, count, has_keys)
       if new > 0 and there + new > capacity then
         return sweep(box) and { 'again' } or { 'full', there, new }
       end
     end
-    local ids = send(box, from, count, rank, delay, expires, keyed)
+    local ids = send(box, from, count, rank, delay, expires, has_keys)
     if not ids then
       return { 'oom' }
     end
-    return keyed and ids or {}
+    return has_keys and ids or {}
   end,
   claim = function()
     local limit, visible, claimant = next_number(), next_number(), next_argument()

@@ -9,7 +9,7 @@ import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from mainspring.cli.link import VARIABLE, ParentLink, link_for_child
+from mainspring.cli.parent_link import VARIABLE, ParentLink, link_for_child
 
 if TYPE_CHECKING:
     import socket
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 CHILD = """
 import signal, threading
-from mainspring.cli import link
-link.LOAD_TIMEOUT, link.MARGIN = 0.0, 0.2
+from mainspring.cli import parent_link
+parent_link.LOAD_TIMEOUT, parent_link.MARGIN = 0.0, 0.2
 signal.signal(signal.SIGTERM, {on_sigterm})
-parent = link.ParentLink.from_environment()
-parent.tell(number=parent.number, again=link.ParentLink.from_environment() is not None)
+parent = parent_link.ParentLink.from_environment()
+parent.tell(number=parent.number, again=parent_link.ParentLink.from_environment() is not None)
 parent.start()
 signal.pause()
 threading.Event().wait()

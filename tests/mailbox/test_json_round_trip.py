@@ -12,7 +12,7 @@ import pytest
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from typing_extensions import TypedDict
 
-from mainspring.mailbox.exact import Comparison, exactness
+from mainspring.mailbox.json_round_trip import Comparison, exactness
 
 
 @dataclass(frozen=True)

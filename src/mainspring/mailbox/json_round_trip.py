@@ -1,4 +1,4 @@
-"""Does a value come back from JSON as it was? Decided once for a type, by the schema that pydantic makes of it, or for a value.
+"""Decide whether a value comes back from JSON as it was: once for a type, by its pydantic schema, or for each value.
 
 JSON knows no classes, so the type must say which one it is. Of most types it can be said in advance that any value comes back:
 text, numbers, lists and dicts of these, and one dataclass or model around them. Of others it depends on the value: a field for
