@@ -39,6 +39,7 @@ WHAT = {
     "send-100": "sends, 100 concurrent senders",
     "send-bulk": "sends in bulk, by 1,000",
     "drain": "drain, one worker process",
+    "drain-default": "drain at defaults, one worker process",
 }
 
 
@@ -248,6 +249,8 @@ class Comparison:
     def _settings(self, name: str, verb: str) -> str:
         contender = self._named(name)
         note = contender.about["note"]
+        if verb == "drain-default":
+            return f"nothing set, concurrency {contender.about['default']}"
         return f"{note}, concurrency {contender.concurrency}" if verb == "drain" else note
 
 

@@ -80,6 +80,7 @@ def main() -> int:
         comparison = Comparison("NATS", url, reset, [MESSAGES])
         comparison.choose_concurrency()
         comparison.report_rate("drain", 2.0)
+        comparison.report_rate("drain-default", 2.0)
         comparison.report_rate("send-one", 1.0)
         comparison.report_rate("send-100", 1.0)
         comparison.report_rate("send-bulk", 1.0)

@@ -53,6 +53,7 @@ def main() -> int:
         comparison = Comparison("PostgreSQL", url, renew, list(PEERS))
         comparison.choose_concurrency()
         comparison.report_rate("drain", 2.0)
+        comparison.report_rate("drain-default", 1.5)
         comparison.report_rate("send-one", 1.0)
         comparison.report_rate("send-100", 1.0)
         comparison.report_rate("send-bulk", 1.0)

@@ -79,6 +79,7 @@ def main() -> int:
         comparison = Comparison("Redis", url, lambda: empty(there), list(PEERS))
         comparison.choose_concurrency()
         comparison.report_rate("drain", 3.0)
+        comparison.report_rate("drain-default", 2.0)
         comparison.report_rate("send-one", 1.0)
         comparison.report_rate("send-100", 1.0)
         comparison.report_rate("send-bulk", 1.0)

@@ -82,8 +82,10 @@ async def send_many(folder: Path) -> float:
         return rate(BULK, began)
 
 
-async def drain(folder: Path, count: int, *, measured: int | None = None) -> tuple[float, float]:
-    """Messages a second through a loop of concurrency 100 with a handler that does nothing; transactions per 1,000.
+async def drain(
+    folder: Path, count: int, *, measured: int | None = None, concurrency: int = 100
+) -> tuple[float, float]:
+    """Messages a second through a loop with a handler that does nothing; transactions per 1,000.
 
     ``measured`` stops the clock after that many of ``count`` messages.
     """
@@ -104,7 +106,7 @@ async def drain(folder: Path, count: int, *, measured: int | None = None) -> tup
 
         before = mailbox.transactions
         began = time.perf_counter()
-        async with LoopGroup([MainLoop(mailbox, handle, concurrency=100)], guardian=False):
+        async with LoopGroup([MainLoop(mailbox, handle, concurrency=concurrency)], guardian=False):
             await finished.wait()
             if measured is None:
                 while (await mailbox.counts()).waiting:
@@ -195,6 +197,22 @@ def report_drain(folder: Path) -> None:
     )  # fmt: skip
 
 
+def report_default_drain(folder: Path) -> None:
+    """Ours and huey's with nothing set: one handler, and one thread."""
+    python = peer("huey", "huey")
+    if python is None:
+        report(Row("SQLite: drain at defaults / huey", "-", "not installable here", None, 2.0))
+        return
+    ours, theirs = [], []
+    for _ in range(ROUNDS):
+        ours.append(on_uvloop(lambda: drain(folder, DRAIN // 5, concurrency=1))[0])
+        theirs.append(huey_drain(python, folder, 1))
+    report(
+        Row("SQLite: drain at defaults / huey", per_second(median(ours)), per_second(median(theirs)),
+            paired_ratio(ours, theirs), 2.0, note=f"huey {version(python, 'huey')}, concurrency 1 both, one process")
+    )  # fmt: skip
+
+
 def report_flatness(folder: Path) -> None:
     """The same 20,000 messages taken from a queue of 20,000 + 1,000 and of 20,000 + 1,000,000 pending."""
     take = 20_000
@@ -213,6 +231,7 @@ def main() -> None:
         folder = Path(name)
         report_sends(folder)
         report_drain(folder)
+        report_default_drain(folder)
         report_flatness(folder)
 
 

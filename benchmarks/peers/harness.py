@@ -8,6 +8,7 @@ send-100   the sends of 100 concurrent senders
 send-bulk  sends by 1,000 in the documented bulk way
 drain      COUNT pending messages through one worker process, with BEHIND more pending behind them: from the first to the last
            handler run
+drain-default  as drain, by a worker as it is where nothing is said: its own default concurrency and intervals
 pickup     COUNT sends to an idle worker in another process, one about every 20 ms: from the send to the handler
 memory     as drain; the resident memory of the worker after a tenth of the messages and after all
 
@@ -44,6 +45,8 @@ class Peer:
     """What is set, because the documentation gives it as the fastest."""
     concurrency: tuple[int, ...] = (100,)
     """Those worth trying; a worker gets the best of them."""
+    default: int | None = 1
+    """What a worker has where nothing is said; None where its default is several processes."""
     uvloop = True
     send_many = None
     """``async def send_many(self, bodies)``, where there is a documented bulk way."""
@@ -64,6 +67,10 @@ class Peer:
         """Run a worker for ever; its handler calls ``handle(body)``, which returns at once."""
         raise NotImplementedError
 
+    async def work_by_default(self, handle) -> None:
+        """Run a worker of which nothing is set."""
+        await self.work(handle, self.default)
+
 
 class Blocking:
     """A system without async: ``send``, ``send_many`` and ``work`` as plain functions, its senders in threads."""
@@ -71,6 +78,7 @@ class Blocking:
     packages: tuple[str, ...] = ()
     note = ""
     concurrency: tuple[int, ...] = (8,)
+    default: int | None = 1
     send_many = None
 
     def __init__(self, url: str) -> None:
@@ -84,6 +92,9 @@ class Blocking:
 
     def work(self, handle, concurrency: int) -> None:
         raise NotImplementedError
+
+    def work_by_default(self, handle) -> None:
+        self.work(handle, self.default)
 
 
 # ---------------------------------------------------------------------------------------------------------- the sending side
@@ -286,15 +297,14 @@ def remembered(count: int):
     return handle
 
 
-HANDLERS = {"drain": drained, "pickup": picked_up, "memory": remembered}
+HANDLERS = {"drain": drained, "drain-default": drained, "pickup": picked_up, "memory": remembered}
 
 
 def work(peer, verb: str, count: int, concurrency: int) -> None:
     handle = HANDLERS[verb](count)
-    if isinstance(peer, Blocking):
-        peer.work(handle, concurrency)
-    else:
-        on_loop(peer, peer.work(handle, concurrency))
+    working = peer.work_by_default(handle) if verb == "drain-default" else peer.work(handle, concurrency)
+    if not isinstance(peer, Blocking):
+        on_loop(peer, working)
 
 
 def beside_a_worker(side, verb: str, url: str, count: int, concurrency: int, behind: int) -> str:
@@ -328,7 +338,8 @@ def beside_a_worker(side, verb: str, url: str, count: int, concurrency: int, beh
 
 def verbs_of(kind: type) -> list[str]:
     bulk = ["send-bulk"] if kind.send_many is not None else []
-    return ["send-one", "send-100", *bulk, "drain", "pickup", "memory"]
+    default = ["drain-default"] if kind.default is not None else []
+    return ["send-one", "send-100", *bulk, "drain", *default, "pickup", "memory"]
 
 
 def main(kind: type) -> None:
@@ -338,7 +349,13 @@ def main(kind: type) -> None:
     behind = int(sys.argv[5]) if len(sys.argv) > 5 else 0
     if verb == "about":
         versions = {package: importlib.metadata.version(package) for package in kind.packages}
-        result = {"versions": versions, "note": kind.note, "concurrency": kind.concurrency, "verbs": verbs_of(kind)}
+        result = {
+            "versions": versions,
+            "note": kind.note,
+            "concurrency": kind.concurrency,
+            "default": kind.default,
+            "verbs": verbs_of(kind),
+        }
         print(json.dumps(result))
         return
     peer = kind(url)

@@ -12,6 +12,7 @@ class Arq(Peer):
     packages = ("arq", "redis", "hiredis", "uvloop")
     note = "hiredis, uvloop, no results kept, poll_delay 0.01"
     concurrency = (10, 100)
+    default = 10
 
     async def open(self) -> None:
         self.pool = await create_pool(RedisSettings.from_dsn(self.url))
@@ -30,6 +31,12 @@ class Arq(Peer):
         settings = RedisSettings.from_dsn(self.url)
         worker = Worker(functions, redis_settings=settings, max_jobs=concurrency, poll_delay=0.01, log_results=False)
         await worker.async_run()
+
+    async def work_by_default(self, handle) -> None:
+        async def job(ctx: dict[str, object], body: str) -> None:
+            handle(body)
+
+        await Worker([func(job, name="job")], redis_settings=RedisSettings.from_dsn(self.url)).async_run()
 
 
 if __name__ == "__main__":

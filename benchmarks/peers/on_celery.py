@@ -13,6 +13,7 @@ class OnCelery(Blocking):
         " else threads"
     )
     concurrency = (1, 8, 32)
+    default = None
 
     def open(self) -> None:
         self.app, self.job = self._app(None)

@@ -16,6 +16,7 @@ class OnDocket(Peer):
     packages = ("pydocket", "redis", "hiredis", "uvloop")
     note = "hiredis, uvloop, nothing kept of what is done, minimum_check_interval 5 ms"
     concurrency = (10, 50)
+    default = 10
 
     def _docket(self) -> Docket:
         return Docket(name="bench", url=self.url, execution_ttl=timedelta(0))
@@ -40,6 +41,13 @@ class OnDocket(Peer):
             async with Worker(
                 docket, concurrency=concurrency, minimum_check_interval=timedelta(milliseconds=5)
             ) as worker:
+                await worker.run_forever()
+
+    async def work_by_default(self, handle) -> None:
+        job.handle = handle
+        async with Docket(name="bench", url=self.url) as docket:
+            docket.register(job)
+            async with Worker(docket) as worker:
                 await worker.run_forever()
 
 

@@ -13,6 +13,7 @@ class Dramatiq(Blocking):
     packages = ("dramatiq", "redis", "hiredis")
     note = "hiredis, threads"
     concurrency = (8, 32)
+    default = 8
 
     def __init__(self, url: str) -> None:
         super().__init__(url)

@@ -18,6 +18,7 @@ class OnPgQueuer(Peer):
     packages = ("pgqueuer", "asyncpg", "uvloop")
     note = "asyncpg (for senders a pool of 20), `pgq autovac`, uvloop; up to 5 consumers in the process, batches of 100 or more"
     concurrency = (100, 500, 1_000)
+    default = 10
 
     async def open(self) -> None:
         self.pool = await asyncpg.create_pool(self.url, min_size=POOL, max_size=POOL)
@@ -50,6 +51,15 @@ class OnPgQueuer(Peer):
             consumer.entrypoint("job", accepts_context=False)(job)
             running.append(consumer.run(batch_size=concurrency // number))
         await asyncio.gather(*running)
+
+    async def work_by_default(self, handle) -> None:
+        consumer = PgQueuer(AsyncpgDriver(await asyncpg.connect(self.url)))
+
+        @consumer.entrypoint("job")
+        async def job(job) -> None:
+            handle(job.payload.decode())
+
+        await consumer.run()
 
 
 if __name__ == "__main__":

@@ -51,6 +51,16 @@ class OnProcrastinate(Peer):
                 await asyncio.sleep(0.1)
             await app.run_worker_async(concurrency=concurrency, delete_jobs="successful")
 
+    async def work_by_default(self, handle) -> None:
+        app = self.app()
+
+        @app.task(name="job")
+        async def job(body: str) -> None:
+            handle(body)
+
+        async with app.open_async():
+            await app.run_worker_async()
+
 
 if __name__ == "__main__":
     main(OnProcrastinate)

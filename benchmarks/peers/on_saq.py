@@ -10,6 +10,7 @@ class Saq(Peer):
     packages = ("saq", "redis", "hiredis", "uvloop")
     note = "hiredis, uvloop"
     concurrency = (10, 100)
+    default = 10
 
     async def open(self) -> None:
         self.queue = Queue.from_url(self.url)

@@ -10,6 +10,7 @@ class Streaq(Peer):
     packages = ("streaq", "coredis", "hiredis", "uvloop")
     note = "hiredis, uvloop, silent, no results kept"
     concurrency = (16, 100)
+    default = 16
 
     def _worker(self, handle, concurrency: int = 16):
         worker = Worker(redis_url=self.url, concurrency=concurrency, handle_signals=False)

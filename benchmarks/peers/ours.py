@@ -26,12 +26,18 @@ class Ours(Peer):
         await self.mailbox.send_many(bodies)
 
     async def work(self, handle, concurrency: int) -> None:
+        await self._work(handle, guardian=False, concurrency=concurrency)
+
+    async def work_by_default(self, handle) -> None:
+        await self._work(handle, guardian=True)
+
+    async def _work(self, handle, *, guardian: bool, **options: int) -> None:
         async def handler(job: str) -> None:
             handle(job)
 
         async with (
             open_mailbox(self.url, body=str) as mailbox,
-            LoopGroup([MainLoop(mailbox, handler, concurrency=concurrency)], guardian=False),
+            LoopGroup([MainLoop(mailbox, handler, **options)], guardian=guardian),
         ):
             await anyio.sleep_forever()
 

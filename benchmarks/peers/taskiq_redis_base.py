@@ -9,6 +9,7 @@ from taskiq.api import run_receiver_task
 class Taskiq(Peer):
     packages = ("taskiq", "taskiq-redis", "redis", "hiredis", "uvloop")
     concurrency = (100, 1_000)
+    default = 100
 
     def broker(self, concurrency: int):
         raise NotImplementedError
@@ -37,3 +38,7 @@ class Taskiq(Peer):
         await run_receiver_task(
             broker, run_startup=True, validate_params=False, max_async_tasks=concurrency, max_prefetch=concurrency
         )
+
+    async def work_by_default(self, handle) -> None:
+        broker, _ = self._task(handle, self.default)
+        await run_receiver_task(broker, run_startup=True, max_async_tasks=self.default)
