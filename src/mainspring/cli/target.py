@@ -120,7 +120,7 @@ def _expect_no_shutdown() -> None:
     from mainspring.runtime.signals import ShutdownCoordinator
 
     if (coordinator := ShutdownCoordinator.get()) is not None:
-        coordinator._expect_no_block()  # noqa: SLF001 - this package's own
+        coordinator.expect_no_block()
 
 
 def _attribute(module: ModuleType, attribute: str, target: str) -> Any:

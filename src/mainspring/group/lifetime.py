@@ -118,7 +118,7 @@ class Lifetime:
             async with AsyncExitStack() as stack:
                 if self._owner:
                     coordinator = ShutdownCoordinator.get() or ShutdownCoordinator()
-                    await stack.enter_async_context(coordinator._during_run(self._on_trigger, self._on_signal_again))  # noqa: SLF001 - this package's own
+                    await stack.enter_async_context(coordinator.during_run(self._on_trigger, self._on_signal_again))
                 self._enter(GroupState.STARTING)
                 await self._watch_for_blocks(stack)
                 health = await stack.enter_async_context(DaemonScope(f"{self.name} health", timeout=5.0))
@@ -134,7 +134,7 @@ class Lifetime:
             if self._owner and self.report is not None and self._thread_leaks.threads():
                 self._thread_leaks.leave_by(self._exit_at, EXIT_CANCELLED, self.report)
             if not self._owner:
-                ShutdownCoordinator._warn_of_unentered()  # noqa: SLF001 - this package's own
+                ShutdownCoordinator.warn_of_unentered()
             self.ended.set()
 
     async def _watch_for_blocks(self, stack: AsyncExitStack) -> None:
@@ -406,8 +406,8 @@ class Lifetime:
 
 async def _run_within(capacity: Capacity, managed: ManagedLoop, loop: MainLoop, keywords: dict[str, Any]) -> None:
     """Run a loop within the slots of its group, for as long as it belongs to that: its next run may be on its own."""
-    loop._capacity = capacity  # noqa: SLF001 - this package's own
+    loop.capacity = capacity
     try:
         await managed.run(keywords)
     finally:
-        loop._capacity = None  # noqa: SLF001 - this package's own
+        loop.capacity = None

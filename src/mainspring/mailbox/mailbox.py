@@ -119,7 +119,8 @@ class Mailbox(Generic[T, R]):
         """The thread of the event loop on which it is open; None while it is not."""
         self._process: Identity | None = None
         self._scope: DaemonScope | None = None
-        self._routers: list[replies.ReplyRouter] = []
+        self.reply_routers: list[replies.ReplyRouter] = []
+        """What replies to other stores go out through, and replies come in through; none while it is not open."""
         self._open_ones: WeakSet[Mailbox[Any, Any]] | None = None
 
     def __repr__(self) -> str:
@@ -196,7 +197,7 @@ class Mailbox(Generic[T, R]):
         except BaseException:
             self._scope = None
             raise
-        self._end_routing = self._route_replies(scope)
+        self._end_routing = self.route_replies(scope)
         self._state.to(MailboxState.OPEN, anyio.current_time())
         self._usable = True
         self._thread, self._process = get_ident(), identity()
@@ -219,11 +220,11 @@ class Mailbox(Generic[T, R]):
             raise
         return await scope.__aexit__(kind, error, trace) if scope is not None else None
 
-    def _route_replies(self, scope: DaemonScope) -> Callable[[], None]:
+    def route_replies(self, scope: DaemonScope) -> Callable[[], None]:
         """Let replies to other stores go out through daemons of ``scope``, until the function that this returns is called."""
         router = replies.ReplyRouter(self.name, scope)
-        self._routers.append(router)
-        return partial(self._routers.remove, router)  # which does not refer back to the mailbox
+        self.reply_routers.append(router)
+        return partial(self.reply_routers.remove, router)  # which does not refer back to the mailbox
 
     async def close(self) -> None:
         """Wake the waiting receives (they return ``[]``), finish what is under way, disconnect. Idempotent.
@@ -507,14 +508,14 @@ class Mailbox(Generic[T, R]):
         deadline: Deadline | Inherited | None,
     ) -> tuple[Requester, Envelope]:
         self._check_open()
-        if not self._routers:
+        if not self.reply_routers:
             raise ReplyNotAvailableError(
                 f"no reply can come to mailbox {self.name!r} yet: open it with `async with`, or run a loop on it"
             )
         headers = with_deadline(headers, deadline)
         envelope = self._envelope(body, delay, at, None, None, priority, headers, expires_in)
         envelope.headers = {**envelope.headers, REPLY_ERRORS: "1"}
-        return self._routers[0].requester(self), envelope
+        return self.reply_routers[0].requester(self), envelope
 
     async def cancel(self, message_id: str) -> CancelOutcome:
         """End a message before it is done.
@@ -536,7 +537,7 @@ class Mailbox(Generic[T, R]):
             raise MailboxConnectionError(f"cancel: no answer came within {CLOSE_TIMEOUT:g} s; it may have taken place")
         if outcome is CancelOutcome.UNKNOWN:
             return outcome
-        waited_for = any(router.end_request(message_id, cancelled_error(message_id)) for router in self._routers)
+        waited_for = any(router.end_request(message_id, cancelled_error(message_id)) for router in self.reply_routers)
         if not waited_for and reply_to is not None and REPLY_ERRORS in headers:
             with anyio.move_on_after(WITHDRAWAL_TIMEOUT, shield=True):
                 await replies.tell_cancelled(self, message_id, reply_to)

@@ -64,6 +64,11 @@ class ClaimedMessage:
     history: str | None = None
     """What the last :class:`Nack` with a ``history`` left with the message, as it was given (JSON text)."""
 
+    @property
+    def queue_seconds(self) -> float:
+        """Seconds from the send to the first delivery."""
+        return max(0.0, self.first_received_at - self.enqueued_at)
+
 
 Delivery = ClaimedMessage
 """Its name of earlier revisions, for one release."""
@@ -314,11 +319,6 @@ class Message(Generic[T, R]):
         """When it was first delivered to anybody (UTC)."""
         return datetime.fromtimestamp(self.delivery.first_received_at, UTC)
 
-    def _queue_seconds(self) -> float:
-        """Seconds from the send to the first delivery."""
-        delivery = self.delivery
-        return max(0.0, delivery.first_received_at - delivery.enqueued_at)
-
     @property
     def reply_to(self) -> str | None:
         """The mailbox that wants the result: a name on the same store, or a mailbox URL."""
@@ -347,19 +347,7 @@ class Message(Generic[T, R]):
     @property
     def history(self) -> tuple[Failure, ...]:
         """What went wrong in its earlier charged attempts, oldest first; at most the last 10."""
-        return read_history(self._history_until())
-
-    def _history_with(self, error: BaseException | str | None) -> str | None:
-        """Its history and ``error`` as that of this attempt, for :attr:`Nack.history`; None where none is kept."""
-        if not self.mailbox.capabilities.history:
-            return None
-        delivery, dead = self.delivery, _GIVEN_BACK if error is None else Dead.of(error)
-        now = clock.utc_now().timestamp()
-        return remember(delivery.history, delivery.attempt, dead.error, dead.error_type, now)
-
-    def _history_until(self) -> str | None:
-        """Its history with those attempts before this one of which no failure was told."""
-        return silences(self.delivery.history, self.attempt) if self.mailbox.capabilities.history else None
+        return read_history(history_until(self.mailbox, self.delivery))
 
     async def acknowledge(self) -> None:
         """The message is done; it leaves the mailbox."""
@@ -375,7 +363,9 @@ class Message(Generic[T, R]):
         """
         delay = as_seconds(delay)
         check_seconds("nack: delay", delay, MAX_DELAY)
-        await self.settle(Nack(float(delay), charge, history=self._history_with(error) if charge else None))
+        failure = _GIVEN_BACK if error is None else Dead.of(error)
+        history = history_with(self.mailbox, self.delivery, failure) if charge else None
+        await self.settle(Nack(float(delay), charge, history=history))
 
     async def release(self) -> None:
         """Hand it back as if it had not been delivered: to the front of the queue, and not charged."""
@@ -433,6 +423,19 @@ class Message(Generic[T, R]):
 
 _RELEASE = Nack(charge=False, front=True)
 _GIVEN_BACK = Dead("given back by nack(), without an error", "Nack")
+
+
+def history_with(mailbox: Mailbox[Any, Any], delivery: ClaimedMessage, failure: Dead) -> str | None:
+    """Return the history of a message with ``failure`` as that of this attempt; None where the store keeps none."""
+    if not mailbox.capabilities.history:
+        return None
+    now = clock.utc_now().timestamp()
+    return remember(delivery.history, delivery.attempt, failure.error, failure.error_type, now)
+
+
+def history_until(mailbox: Mailbox[Any, Any], delivery: ClaimedMessage) -> str | None:
+    """Return the history of a message with those attempts before this one of which no failure was told."""
+    return silences(delivery.history, delivery.attempt) if mailbox.capabilities.history else None
 
 
 async def acknowledge_together(

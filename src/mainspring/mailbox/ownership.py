@@ -100,7 +100,7 @@ class _ReplyRouting:
 
     def __init__(self, mailbox: Mailbox[Any, Any], scope: DaemonScope) -> None:
         self._told = anyio.Event()
-        self._end = mailbox._route_replies(scope)  # noqa: SLF001 - this package's own
+        self._end = mailbox.route_replies(scope)
 
     def stop(self) -> None:
         self._told.set()

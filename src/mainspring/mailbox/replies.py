@@ -15,7 +15,7 @@ from weakref import WeakSet, WeakValueDictionary
 
 import anyio
 
-from mainspring.core import clock, process
+from mainspring.core import process
 from mainspring.errors import (
     ConfigError,
     MailboxConnectionError,
@@ -25,9 +25,8 @@ from mainspring.errors import (
 )
 from mainspring.mailbox.backend import TRANSIENT
 from mainspring.mailbox.codec import Unserialized
-from mainspring.mailbox.history import remember
 from mainspring.mailbox.limits import is_name
-from mainspring.mailbox.message import Ack, Dead, Envelope
+from mainspring.mailbox.message import Ack, Dead, Envelope, history_with
 from mainspring.mailbox.open import open_mailbox
 from mainspring.mailbox.requests import CANCELLED, REPLY_ERRORS, Requester
 from mainspring.mailbox.sync import HostLoop
@@ -62,9 +61,8 @@ def reply_to(mailbox: Mailbox[Any, Any], delivery: ClaimedMessage, body: Any) ->
 def completed(mailbox: Mailbox[Any, Any], delivery: ClaimedMessage, dead: Dead) -> Dead:
     """``dead`` with the message's history and, where its sender wants to hear of it, an error reply."""
     history, reply = dead.history, dead.reply
-    if history is None and mailbox.capabilities.history:
-        now = clock.utc_now().timestamp()
-        history = remember(delivery.history, delivery.attempt, dead.error, dead.error_type, now)
+    if history is None:
+        history = history_with(mailbox, delivery, dead)
     if reply is None and delivery.reply_to is not None and REPLY_ERRORS in delivery.headers:
         reply = _error_reply(mailbox, delivery.message_id, delivery.reply_to, dead.error, dead.error_type)
     return replace(dead, history=history, reply=reply)
@@ -105,7 +103,7 @@ async def settle(mailbox: Mailbox[Any, Any], delivery: ClaimedMessage, settlemen
             raise ReplyNotAvailableError(f"the reply cannot be sent to {address!r}: that is no name of a mailbox")
         await backend.settle(delivery, replace(settlement, reply=replace(reply, reply_to=local)))
         return
-    if not mailbox._routers:  # noqa: SLF001 - this package's own
+    if not mailbox.reply_routers:
         raise ReplyNotAvailableError(
             f"the reply cannot be sent to {address!r}, another store than that of mailbox {mailbox.name!r}: open the"
             " mailbox with `async with`, so that it can keep the connection"
@@ -115,7 +113,7 @@ async def settle(mailbox: Mailbox[Any, Any], delivery: ClaimedMessage, settlemen
     await backend.extend(delivery, 0.0)  # shortens nothing, and is refused where the lease is lost
     copy = replace(reply, body=raw, reply_to=None, dedup_key=f"reply:{delivery.message_id}")
     try:
-        await mailbox._routers[-1].send(address, copy, partial(destination, mailbox))  # noqa: SLF001 - this package's own
+        await mailbox.reply_routers[-1].send(address, copy, partial(destination, mailbox))
     except (MailboxError, OSError):
         if is_result:
             raise

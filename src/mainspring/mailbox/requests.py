@@ -95,7 +95,7 @@ class PendingReply(Generic[R]):
             raise copied(self._error)  # an error refers to the frames that it passed through, and so would this object
         return cast("R", self._value)
 
-    def _end(self, value: Any, error: MainspringError | None = None) -> None:
+    def _end(self, value: Any, error: MainspringError | None) -> None:
         if not self.is_ready:
             self._value, self._error = value, error
             self._ready.set()
@@ -234,14 +234,17 @@ class Requester:
         pending = self._waiting.pop(request_id, None)
         if pending is None:
             self.mailbox.forgotten_replies += 1
-        elif "error" in headers:
-            pending._end(None, _failed(request_id, headers["error"], headers.get("error_type", "")))  # noqa: SLF001 - this package's own
+            return
+        value: Any = None
+        failed: MainspringError | None = None
+        if "error" in headers:
+            failed = _failed(request_id, headers["error"], headers.get("error_type", ""))
         else:
             try:
-                pending._end(message.body)  # noqa: SLF001 - one module
+                value = message.body
             except SerializationError as error:
-                unread = SerializationError(f"the reply to request {request_id} cannot be read: {error}")
-                pending._end(None, unread)  # noqa: SLF001 - one module
+                failed = SerializationError(f"the reply to request {request_id} cannot be read: {error}")
+        pending._end(value, failed)  # noqa: SLF001 - one module
 
 
 def _failed(message_id: str, error: str, error_type: str) -> MainspringError:

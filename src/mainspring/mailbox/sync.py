@@ -109,7 +109,7 @@ class SyncMailbox(Generic[T, R]):
     def _call(self, method: Callable[P, Awaitable[X]], /, *args: P.args, **keywords: P.kwargs) -> X:
         name = getattr(method, "__name__", repr(method))
         self._check_thread(name)
-        routers = self._mailbox._routers  # noqa: SLF001 - this package's own
+        routers = self._mailbox.reply_routers
         if not routers:
             raise MailboxClosedError(
                 f"mailbox {self._mailbox.name!r} is {self._mailbox.state}; open it with `with mailbox.sync:`, or run a"

@@ -305,7 +305,7 @@ class ShutdownCoordinator:
             process.set_current(self._CURRENT, (*self._all(), self))
 
     @asynccontextmanager
-    async def _during_run(
+    async def during_run(
         self, on_trigger: Callable[[str], object], on_repeat: Callable[[int, int], object]
     ) -> AsyncIterator[None]:
         """Enter it for a run of a group, which receives SIGTERM and SIGINT besides; ``on_trigger(reason)`` is called, in any
@@ -335,17 +335,17 @@ class ShutdownCoordinator:
                 self._list()
 
     @classmethod
-    def _warn_of_unentered(cls) -> None:
+    def warn_of_unentered(cls) -> None:
         """Log the warning now: an embedded group ends, and the server around it may end the process by the signal."""
         for one in cls._all():
-            one._warn_if_unentered()  # noqa: SLF001 - this package's own
+            cls._warn_if_unentered(one)
 
     def _warn_if_unentered(self) -> None:
         """Log the warning now where it was never entered, and is not for :meth:`trigger` alone."""
         if self.signals and not (self._is_entered or self._triggered) and any(self._callbacks):
             self._warning()
 
-    def _expect_no_block(self) -> None:
+    def expect_no_block(self) -> None:
         """Log no warning where it is never entered: for a program that has only imported a module."""
         self._warning.detach()
 
@@ -464,7 +464,7 @@ class ShutdownCoordinator:
             raise ConfigError("ShutdownCoordinator: an event loop runs here; use `async with` instead of `with`")
         self._check_thread(self.signals)
         self._plain_blocks += 1
-        self._expect_no_block()
+        self.expect_no_block()
         self._list()
         if self._plain_blocks == 1:
             self._plain_receivers = [_join_plain(signum, self._on_signal) for signum in self.signals]
@@ -539,7 +539,7 @@ class ShutdownCoordinator:
             self._release(block)
             await block.scope.__aexit__(type(error), error, error.__traceback__)
             raise
-        self._expect_no_block()
+        self.expect_no_block()
         self._list()
         return block
 

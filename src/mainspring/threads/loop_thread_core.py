@@ -152,7 +152,7 @@ class Submission(Generic[T]):
         """Let the ticket have an error, where it has no answer yet."""
         for raised in filter(None, (error, error.__cause__)):  # the frames here refer to the ticket: no cycle is made
             raised.__traceback__ = beneath(raised.__traceback__, __name__)
-        self.ticket._offer_sole_error(error, f"{self.name}, submitted to {self._core},")  # noqa: SLF001 - this package's own
+        self.ticket.offer_error(error, work=f"{self.name}, submitted to {self._core},")
 
 
 def _is_cancellation(error: BaseException) -> bool:

@@ -62,6 +62,9 @@ class Ticket(Generic[T]):
         state = "waiting" if not self._ready else "completed" if self._error is None else f"failed: {self._error!r}"
         return f"<Ticket {self._name!r} {state}>" if self._name else f"<Ticket {state}>"
 
+    def __str__(self) -> str:
+        return f"ticket {self._name!r}" if self._name else "the ticket"
+
     # ------------------------------------------------------------------------------------------------- for the writer
 
     def complete(self, value: T) -> None:
@@ -87,21 +90,17 @@ class Ticket(Generic[T]):
         """As :meth:`complete`, where others may answer too: a later answer is dropped; whether this one was the first."""
         return self._settle(value, None)
 
-    def offer_error(self, error: BaseException) -> bool:
+    def offer_error(self, error: BaseException, *, work: str | None = None) -> bool:
         """As :meth:`fail`, where others may answer too: a later answer is dropped; whether this one was the first.
+
+        If the error is told nowhere else, pass as ``work`` what has failed: the logger ``mainspring`` tells of it where the
+        ticket is dropped unread.
 
         :raises InvalidParameterError: ``error`` is no exception.
         """
         if not isinstance(error, BaseException):
-            raise InvalidParameterError(f"{self._called()}: a ticket fails with an exception, not {error!r}")
-        return self._settle(None, error)
-
-    def _offer_sole_error(self, error: BaseException, work: str) -> bool:
-        """As :meth:`offer_error`, for an error that is told nowhere else: it is logged if the ticket is dropped unread.
-
-        The logger is ``mainspring``; ``work`` says what has failed.
-        """
-        return self._settle(None, error, UnreadError(error, work))
+            raise InvalidParameterError(f"{self}: a ticket fails with an exception, not {error!r}")
+        return self._settle(None, error, None if work is None else UnreadError(error, work))
 
     def writer(self) -> TicketWriter[T]:
         """The writer's hold on the ticket: where it is dropped, or its block left, without an answer, the ticket fails.
@@ -110,7 +109,7 @@ class Ticket(Generic[T]):
         """
         with self._held():
             if self._writer_taken:
-                raise ConfigError(f"{self._called()} has a writer already; make one ticket for each answer")
+                raise ConfigError(f"{self} has a writer already; make one ticket for each answer")
             self._writer_taken = True
         return TicketWriter(self)
 
@@ -134,7 +133,7 @@ class Ticket(Generic[T]):
 
     def _twice(self, what: str) -> TicketAlreadyCompletedError:
         before = "completed" if self._error is None else "failed"
-        return TicketAlreadyCompletedError(f"{self._called()} cannot be {what}: it was {before} before")
+        return TicketAlreadyCompletedError(f"{self} cannot be {what}: it was {before} before")
 
     # ------------------------------------------------------------------------------------------------- for the reader
 
@@ -191,9 +190,7 @@ class Ticket(Generic[T]):
         self._check(timeout)
         if not self._ready:
             if in_event_loop():
-                raise ConfigError(
-                    f"{self._called()}: wait_sync() would block the event loop; use `await ticket.wait()`"
-                )
+                raise ConfigError(f"{self}: wait_sync() would block the event loop; use `await ticket.wait()`")
             # No threading.Event, whose own lock the reader would hold where a signal handler comes in to answer.
             gate = threading.Lock()
             gate.acquire()
@@ -210,20 +207,18 @@ class Ticket(Generic[T]):
 
     def _check(self, timeout: float | None) -> None:
         if timeout is not None and not is_number(timeout, 0):
-            raise InvalidParameterError(
-                f"{self._called()}: timeout must be 0 or more seconds, or None, not {timeout!r}"
-            )
+            raise InvalidParameterError(f"{self}: timeout must be 0 or more seconds, or None, not {timeout!r}")
 
     def _wait_with(self, wake: Callable[[], object]) -> bool:
         """Have ``wake()`` called by the writer; False where the answer has come by now."""
         if not self._process.here:
             raise ConfigError(
-                f"{self._called()} was made in process {self._process.pid}, from which this one was forked, and"
+                f"{self} was made in process {self._process.pid}, from which this one was forked, and"
                 " would be answered there; make one of its own after the fork"
             )
         with self._lock:
             if self._wake is not None:
-                raise ConfigError(f"{self._called()} is waited for by somebody else; make one ticket for each reader")
+                raise ConfigError(f"{self} is waited for by somebody else; make one ticket for each reader")
             self._wake = wake
             if self._ready:  # asked after the registration: it cannot be missed in between
                 self._wake = None
@@ -237,7 +232,7 @@ class Ticket(Generic[T]):
 
     def _answer(self, timeout: float | None) -> T:
         if not self._ready:
-            raise TicketTimeoutError(f"{self._called()} was not completed within {timeout:g} s")
+            raise TicketTimeoutError(f"{self} was not completed within {timeout:g} s")
         if self._error is not None:
             if self._unread is not None:
                 self._unread.is_read = True
@@ -246,9 +241,6 @@ class Ticket(Generic[T]):
             finally:
                 del self  # as in `wait`
         return cast("T", self._value)
-
-    def _called(self) -> str:
-        return f"ticket {self._name!r}" if self._name else "the ticket"
 
 
 class UnreadError:
@@ -331,6 +323,6 @@ class TicketWriter(Generic[T]):
             return
         if error is None:
             why = "" if cause is None else f" ({type(cause).__name__})"
-            error = TicketAbandonedError(f"{ticket._called()}: its writer has ended without an answer{why}")  # noqa: SLF001 - this package's own
+            error = TicketAbandonedError(f"{ticket}: its writer has ended without an answer{why}")
             error.__cause__ = cause
         ticket.offer_error(error)  # another writer may have been quicker, which is no error here

@@ -25,7 +25,7 @@ from mainspring.errors import (
 )
 from mainspring.events import MessageStarted
 from mainspring.mailbox import replies
-from mainspring.mailbox.message import Ack, Dead, Nack
+from mainspring.mailbox.message import Ack, Dead, Nack, history_until, history_with
 from mainspring.policies import DeadLetterPolicy, LeasePolicy, RetryPolicy
 from mainspring.runtime.cancellation import is_spurious_cancellation
 from mainspring.runtime.deadline import deadline_of, enter
@@ -371,7 +371,9 @@ class HandlerRuns:
         ):  # this process stood still meanwhile (SIGSTOP, a suspended machine)
             return delivery.fate
         if claimed.attempt > 1:  # the first is always made
-            given_up = before_start(claimed.attempt, self._settings.dead_letter, message._history_until)  # noqa: SLF001 - this package's own
+            given_up = before_start(
+                claimed.attempt, self._settings.dead_letter, partial(history_until, message.mailbox, claimed)
+            )
             if given_up is not None:
                 return given_up
         if self._dispatcher.wants(MessageStarted):
@@ -460,7 +462,8 @@ class HandlerRuns:
             reply = None if message.reply_to is None else replies.failure_reply(message, decision.error or error)
             return decision._replace(settlement=Ack(reply))
         if isinstance(settlement, Nack) and settlement.charge:
-            return _with_history(decision, message._history_with(lone_error(error)))  # noqa: SLF001 - this package's own
+            history = history_with(message.mailbox, message.delivery, Dead.of(lone_error(error)))
+            return _with_history(decision, history)
         return decision
 
     async def _cancelled(self, delivery: Delivery, scope: anyio.CancelScope, error: BaseException) -> Decision | None:

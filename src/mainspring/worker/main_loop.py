@@ -113,7 +113,8 @@ class MainLoop:
         self.outcomes = Tally()
         """How many deliveries ended in which way, since the loop was made."""
         self.dispatcher = Dispatcher()
-        self._capacity: Capacity | None = None
+        self.capacity: Capacity | None = None
+        """The slots that its next run shares with other loops, or None."""
         self.actor: LoopActor | None = None
         """The actor that serves its control messages, as in a group, or None."""
         self._wrappers: list[Wrapper] = []
@@ -204,7 +205,7 @@ class MainLoop:
             dispatcher=self.dispatcher,
             heartbeat=self._heartbeat,
             outcomes=self.outcomes,
-            capacity=self._capacity,
+            capacity=self.capacity,
             wrappers=tuple(self._wrappers),
             visibility=float(visibility),
             wait=float(wait),

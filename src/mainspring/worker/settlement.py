@@ -108,7 +108,7 @@ class Settler:
                 where="" if fault is None else where_raised(fault),
                 traceback="" if fault is None else "".join(traceback.format_exception(fault)),
                 error_type=None if fault is None else type(fault).__qualname__,
-                queue_seconds=message._queue_seconds() if message.delivery_count == 1 else None,  # noqa: SLF001 - this package's own
+                queue_seconds=message.delivery.queue_seconds if message.delivery_count == 1 else None,
             )
         )
 

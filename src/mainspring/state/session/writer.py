@@ -190,7 +190,7 @@ def refused(event: Any, error: ReducerError) -> DispatchResult:
 def fail(ticket: Ticket[Any], error: BaseException, session: str, event: Any) -> None:
     """Fail the ticket of a dispatch. The error is logged if the ticket is never read."""
     work = f"the dispatch of {type(event).__name__} to session {session!r}"
-    ticket._offer_sole_error(error, work)  # noqa: SLF001 - this package's own
+    ticket.offer_error(error, work=work)
 
 
 def each(tell: Callable[[AppliedEvent], DispatchResult], steps: Iterable[AppliedEvent]) -> list[DispatchResult]:
