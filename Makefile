@@ -16,7 +16,7 @@ help:
 	@echo "make demo    index the Python files of this environment with two workers, and hurt them meanwhile"
 	@echo "make test    the quick tests, on the sources: about three minutes (TESTS= names files or folders)"
 	@echo "make test-all  all tests, on each event loop, on the installed package: about a quarter of an hour"
-	@echo "make lint    ruff, mypy, import-linter, the sizes of files and functions, and the prose"
+	@echo "make lint    ruff, mypy, import-linter, what is written twice, the sizes of files and functions, and the prose"
 	@echo "make simulate  10,000 runs of a simulated fleet in trouble"
 	@echo "make chaos   100,000 messages on each kind of server, with everything killed, frozen and cut off (BACKENDS= MESSAGES= SEED=)"
 	@echo "make soak    offload pools and loop threads, used hard; nothing may be left behind (RUNS= CONCURRENCY= DEADLINE_MS= TIMEOUT_PER_RUN= RACE_ROUNDS=)"
@@ -47,6 +47,7 @@ lint: $(VENV)/editable
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/pylint --disable=all --enable=duplicate-code --min-similarity-lines=12 --score=n src/mainspring
 	$(BIN)/python scripts/check_sizes.py
 	$(BIN)/python scripts/check_prose.py
 
