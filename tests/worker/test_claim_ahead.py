@@ -7,9 +7,9 @@ import pytest
 from loop_support import sleeper
 
 from mainspring import InMemoryMailbox, LoopGroup, MainLoop, RetryPolicy
-from mainspring.events import MessageStarted
+from mainspring.events import MessageStarted, SettlementFailed
 from mainspring.mailbox.backend import Capabilities
-from support import FaultyMailbox, background, record, settled
+from support import FaultyMailbox, background, record, settled, slow, work
 
 pytestmark = pytest.mark.anyio
 
@@ -120,6 +120,25 @@ async def test_a_loop_that_becomes_slow_gives_back_what_it_has_claimed_ahead(vir
         loop.shutdown_timeout = 0
         for message in again:
             await message.acknowledge()
+
+
+async def test_it_gives_them_back_when_a_store_that_hangs_answers_again(virtual_clock):
+    mailbox = FaultyMailbox()
+    await mailbox.send_many(range(100))
+    async with background(MainLoop(mailbox, become_slow)) as loop:
+        failed = record(loop, SettlementFailed)
+        while loop.outcomes.get("acknowledged") != 80:
+            await anyio.sleep(0.001)
+        mailbox.always("settle", slow(20))
+        await anyio.sleep(10)
+        assert loop.in_flight > 1
+        await anyio.sleep(11)
+        assert loop.in_flight == 1
+        again = await mailbox.receive(max_messages=100)
+        assert [message.body for message in again] == list(range(81, 100))
+        assert {message.attempt for message in again} == {1}
+        assert failed == []
+        mailbox.always("settle", work)
 
 
 async def test_an_idle_worker_has_them_at_once(virtual_clock):

@@ -38,7 +38,7 @@ from mainspring.runtime.retry import Retries
 from mainspring.runtime.scope import DaemonScope, first_error
 from mainspring.threads.entry import AnywhereEvent, Entry
 from mainspring.worker.delivery import Delivery, HandlerRuns, WorkerSettings
-from mainspring.worker.leases import LeaseKeeper
+from mainspring.worker.leases import SETTLE_TIMEOUT, LeaseKeeper
 from mainspring.worker.outcome import DONE, RELEASED, Cause
 from mainspring.worker.settlement import Completion, Settler, bounded
 from mainspring.worker.slots import AHEAD, OVERDUE, Admission, Slot, Slots
@@ -310,14 +310,14 @@ class Worker:
         if self.admission.open:
             return
         self.store_health.receives_end()
-        await self._release_backlog()
+        await self._release_backlog(bounded())
 
-    async def _release_backlog(self) -> None:
-        """Release the backlog, the youngest delivery first, as each goes to the front of the queue."""
+    async def _release_backlog(self, scope: anyio.CancelScope) -> None:
+        """Release the backlog within ``scope``, the youngest delivery first, as each goes to the front of the queue."""
         deliveries = [*reversed(self._backlog)]
         self._backlog.clear()
         self._slots.ahead.begin_anew()
-        with bounded():
+        with scope:
             await self._completion.finish_each(deliveries, RELEASED)
 
     async def _give_back_overdue(self, overslept: float) -> float:
@@ -331,7 +331,9 @@ class Worker:
         due = now + OVERDUE if overslept >= AHEAD else self._backlog[0].started + OVERDUE
         if now < due:
             return due
-        await self._release_backlog()
+        assert self._tasks is not None
+        within = anyio.CancelScope(deadline=now + SETTLE_TIMEOUT)
+        self._tasks.start_soon(self._release_backlog, within, name=f"{self.name} release")
         return math.inf
 
     # --------------------------------------------------------------------------------------------------------- slots
