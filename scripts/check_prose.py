@@ -1,7 +1,7 @@
-"""Fails where a docstring or a comment has a phrase that hides who does what.
+"""Fails where prose has a phrase that hides who does what: it should name the caller, the worker, the server.
 
-Such prose is hard to read: it should name the caller, the worker, the server. Only the packages in ``CHECKED`` are read; a
-package is added once its prose is plain.
+Read are docstrings, comments and texts in Python (strings of more than one word, such as those of errors and log lines), and
+all of the docs, Lua, SQL and HTML.
 """
 
 from __future__ import annotations
@@ -19,43 +19,20 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 BANNED = ("whoever", "nobody", "somebody", "so many", "be it", "all the same", "sees to")
-CHECKED = (
-    "__init__.py",
-    "__main__.py",
-    "budget.py",
-    "cli",
-    "core",
-    "errors.py",
-    "events.py",
-    "group",
-    "http",
-    "mailbox",
-    "offload",
-    "policies.py",
-    "redaction.py",
-    "runtime",
-    "loops",
-    "session",
-    "state",
-    "states.py",
-    "telemetry",
-    "testing",
-    "threads",
-    "validation.py",
-    "watchdog",
-    "worker",
-)
-"""Packages and modules below ``src/mainspring``."""
+CHECKED = ("src/mainspring", "docs", "examples", "README.md", "CONTRIBUTING.md")
+UNREAD = ("docs/benchmarks.md",)
+"""Is written together with its measurements."""
+SUFFIXES = (".py", ".lua", ".sql", ".html", ".md")
 
-PACKAGE = Path(__file__).resolve().parent.parent / "src" / "mainspring"
+ROOT = Path(__file__).resolve().parent.parent
 PHRASE = re.compile(r"\b(?:" + "|".join(BANNED).replace(" ", r"[\s#-]+") + r")\b", re.IGNORECASE)
 
 
-def docstrings(source: str) -> Iterator[tuple[int, str]]:
-    """Yield each string that stands alone in a Python module, as it is written, with the number of its first line."""
+def texts(source: str) -> Iterator[tuple[int, str]]:
+    """Yield each string of more than one word of a Python module, as it is written, with the number of its first line."""
     lines = source.splitlines()
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value.strip():
             yield node.lineno, "\n".join(lines[node.lineno - 1 : node.end_lineno])
 
 
@@ -72,25 +49,26 @@ def comments(source: str) -> Iterator[tuple[int, str]]:
 
 
 def prose(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the docstrings and comments of a file. In Lua and SQL nothing else has those words: there it is the whole file."""
+    """Yield the texts and comments of a file. Except in Python, nothing else has those words: there it is the whole file."""
     source = path.read_text(encoding="utf-8")
-    return chain(docstrings(source), comments(source)) if path.suffix == ".py" else iter([(1, source)])
+    return chain(texts(source), comments(source)) if path.suffix == ".py" else iter([(1, source)])
 
 
 def banned(path: Path) -> list[str]:
     """Return a line for each banned phrase in this file."""
-    return [
-        f"{path}:{line + text.count(chr(10), 0, found.start())}: {' '.join(re.split(r'[^a-z]+', found[0].lower()))!r}"
+    found = [
+        f"{path}:{line + text.count(chr(10), 0, phrase.start())}: {' '.join(re.split(r'[^a-z]+', phrase[0].lower()))!r}"
         for line, text in prose(path)
-        for found in PHRASE.finditer(text)
+        for phrase in PHRASE.finditer(text)
     ]
+    return list(dict.fromkeys(found))  # of an f-string, each part is a text that has all its lines
 
 
 def main(names: list[str]) -> int:
-    """Check these packages and modules, those in ``CHECKED`` by default."""
-    places = [PACKAGE / name for name in names or CHECKED]
+    """Check these files and all below these folders, those in ``CHECKED`` by default."""
+    places = [ROOT / name for name in names or CHECKED]
     paths = [path for place in places for path in sorted(place.rglob("*") if place.is_dir() else [place])]
-    paths = [path for path in paths if path.suffix in (".py", ".lua", ".sql")]
+    paths = [path for path in paths if path.suffix in SUFFIXES and path not in [ROOT / name for name in UNREAD]]
     found = [f"{place}: there is no such file or directory" for place in places if not place.exists()]
     found += [f"{line}: name the one who acts" for path in paths if path.exists() for line in banned(path)]
     sys.stdout.writelines(f"{line}\n" for line in found)

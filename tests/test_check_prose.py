@@ -1,4 +1,4 @@
-"""The part of ``make lint`` that reads docstrings and comments finds each banned phrase, and where it stands."""
+"""The part of ``make lint`` that reads prose finds each banned phrase, and where it stands."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ it well."""
 user = "nobody"  # Whoever reads this
 # sees it all
 # the same; a nobody-like word in code does not count
+reason = f"{user} is there: so many callers, and nobody in {1}"
 
 
 def whoever() -> None:
@@ -44,7 +45,7 @@ def written(tmp_path):
     return write
 
 
-def test_docstrings_and_comments_are_read_and_code_is_not(check_prose, written):
+def test_texts_and_comments_are_read_and_code_is_not(check_prose, written):
     path = written("module.py", MODULE)
     found = {line.removeprefix(f"{path}:") for line in check_prose.banned(path)}
     assert found == {
@@ -53,8 +54,15 @@ def test_docstrings_and_comments_are_read_and_code_is_not(check_prose, written):
         "5: 'whoever'",
         "6: 'all the same'",
         "7: 'nobody'",
-        "13: 'somebody'",
+        "8: 'so many'",
+        "8: 'nobody'",
+        "14: 'somebody'",
     }
+
+
+def test_of_a_page_all_is_read(check_prose, written):
+    path = written("page.md", "# A page\n\nIt is for `nobody`.\n")
+    assert check_prose.banned(path) == [f"{path}:3: 'nobody'"]
 
 
 def test_sql_and_lua_are_read(check_prose, written):
@@ -63,7 +71,7 @@ def test_sql_and_lua_are_read(check_prose, written):
 
 
 def test_the_status_says_whether_all_is_well(check_prose, written, capsys):
-    bad, good = written("bad.py", "# nobody\n"), written("good.py", "nobody = 1\n")
+    bad, good = written("bad.py", "# nobody\n"), written("good.py", "nobody = 'nobody'\n")
     assert check_prose.main([str(bad), str(good)]) == 1
     assert "bad.py:1" in capsys.readouterr().out
     assert check_prose.main([str(good)]) == 0

@@ -43,7 +43,7 @@ async def test_after_four_failures_it_is_a_dead_letter(virtual_clock: VirtualClo
 
     async def notify(to: str, text: str) -> None:
         tries.append(virtual_clock.now)
-        raise ConnectionError("nobody answers")
+        raise ConnectionError("no answer")
 
     async with mailbox() as reminders:
         group = make_group(reminders, notify)
@@ -52,7 +52,7 @@ async def test_after_four_failures_it_is_a_dead_letter(virtual_clock: VirtualClo
         (letter,) = await reminders.dead_letters()
     pauses = [later - earlier for earlier, later in pairwise(tries)]
     assert all(pause <= bound for pause, bound in zip(pauses, (10, 30, 90), strict=True))
-    assert (letter.attempt, letter.error) == (4, "nobody answers")
+    assert (letter.attempt, letter.error) == (4, "no answer")
 
 
 async def test_a_service_that_never_answers_costs_30_seconds_an_attempt(virtual_clock: VirtualClock) -> None:

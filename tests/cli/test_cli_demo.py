@@ -114,7 +114,7 @@ def test_an_account_in_which_all_went_well() -> None:
             "1 of 3 files are missing, the first is b",
         ),
         ({"sent": 2}, "a message was not sent"),
-        ({"paths": ["a", "broken"], "sent": 2}, "there are results of files that nobody sent"),
+        ({"paths": ["a", "broken"], "sent": 2}, "there are results of files that were not sent"),
         ({"dead": [letter("broken"), letter("a")]}, "both among the results and among the dead letters"),
         ({"counts": Counts(settled=2, dead=1, pending=4)}, "4 messages are still waiting"),
         ({"counts": Counts(settled=3, dead=1)}, "2 results, but 3 messages acknowledged"),

@@ -371,7 +371,7 @@ async def test_the_exception_of_late_work_is_logged_and_raised_nowhere(gate, cap
             gate.open.set()
             await pool.wait_for_late()
     (record,) = caplog.records
-    assert record.getMessage() == "fail raised when nobody waited for it any more: KeyError: 'too late'"
+    assert record.getMessage() == "fail raised after its caller had stopped waiting: KeyError: 'too late'"
     assert record.exc_info[0] is KeyError
 
 

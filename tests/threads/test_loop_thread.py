@@ -577,7 +577,7 @@ def test_without_a_loop_a_ticket_fails_at_once(make):
 
 
 def unread(caplog):
-    return [record.getMessage() for record in caplog.records if "nobody asked its ticket" in record.getMessage()]
+    return [record.getMessage() for record in caplog.records if "its ticket was not read" in record.getMessage()]
 
 
 def test_an_error_that_nobody_asks_for_is_logged(thread, caplog):
@@ -599,7 +599,7 @@ def test_an_error_that_nobody_asks_for_is_logged(thread, caplog):
     lines = unread(caplog)
     assert len(lines) == 4  # in any order: trio runs tasks in a random one
     (told,) = (line for line in lines if "bad, submitted to loop thread 'own', failed" in line)
-    assert "nobody asked its ticket: LookupError: no such; row, at " in told
+    assert "its ticket was not read: LookupError: no such; row, at " in told
     assert told.endswith('in bad: raise LookupError("no such\\nrow")')
     for text in ("leave raised SystemExit(3)", "submit() takes an async function", "loop thread 'own' is stopped"):
         assert sum(text in line for line in lines) == 1

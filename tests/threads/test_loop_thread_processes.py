@@ -182,5 +182,5 @@ def test_a_forked_child_leaves_to_its_parent_an_error_that_nobody_asks_for():
     before, after = err.split("--\n")
     assert before == ""
     assert after.startswith(
-        "bad, submitted to loop thread 'own', failed, and nobody asked its ticket: LookupError: no such row"
+        "bad, submitted to loop thread 'own', failed, and its ticket was not read: LookupError: no such row"
     )

@@ -507,7 +507,7 @@ async def test_nobody_is_there_before_the_start_and_after_the_end():
     kinds = (HealthCheckRequest, PingRequest, PauseRequest, ResumeRequest, DrainRequest, ShutdownRequest)
     for kind in kinds:
         with pytest.raises(
-            LoopNotRunningError, match=f"loop 'worker' is not running: nobody is there for .*{kind.__name__}"
+            LoopNotRunningError, match=f"loop 'worker' is not running, so it cannot take .*{kind.__name__}"
         ):
             await actor.ask(kind())
     async with acting(actor):

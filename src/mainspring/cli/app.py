@@ -287,7 +287,7 @@ def simulate(
     faults: Annotated[
         str | None, typer.Option(metavar="KIND,KIND", help="Only these kinds of faults (none: no one); default: all.")
     ] = None,
-    times: Annotated[float, typer.Option(min=0, help="All faults so many times as often as by default.")] = 1.0,
+    times: Annotated[float, typer.Option(min=0, help="Multiply the rates of all faults by this.")] = 1.0,
     rate: Annotated[
         list[str] | None, typer.Option(metavar="KIND=NUMBER", help="The rate of one kind; may be repeated.")
     ] = None,

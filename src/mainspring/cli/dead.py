@@ -122,7 +122,7 @@ def show_dead(url: str, message_id: str, as_json: bool) -> int:
         ("attempts", f"{letter.attempt} ({letter.delivery_count} deliveries)"),
         ("sent", _date(letter.enqueued_at)),
         ("received", "never" if letter.first_received_at is None else f"{_date(letter.first_received_at)} first"),
-        ("reply to", without_secrets(letter.reply_to or "nobody")),
+        ("reply to", without_secrets(letter.reply_to or "none asked for")),
         *((f"header {key}", value) for key, value in letter.headers.items()),
         ("body", _body_text(letter)),
     ]
@@ -197,7 +197,7 @@ def _confirm(mailbox: Mailbox[Any, Any], choice: Choice) -> None:
         return (await opened.counts()).dead if choice.everything else len(await _chosen(opened, choice))
 
     if sys.stdin is None or not sys.stdin.isatty():
-        raise UserError("dead purge: nobody can be asked here whether to forget them for good; pass --yes")
+        raise UserError("dead purge: without a terminal it cannot ask whether to delete them for good; pass --yes")
     found = _with(mailbox, count)
     if not typer.confirm(f"Forget {found:,} dead letter(s) of {mailbox.name} for good?", err=True):
         raise UserError("nothing was purged", FAILED)

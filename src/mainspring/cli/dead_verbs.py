@@ -51,7 +51,7 @@ def list_(
     since: _Since = None,
     older_than: _OlderThan = None,
     match: _Match = None,
-    limit: Annotated[int, typer.Option(min=1, help="Show at most so many, the oldest first.")] = 100,
+    limit: Annotated[int, typer.Option(min=1, help="Show at most this number, the oldest first.")] = 100,
     as_json: _Json = False,
 ) -> int:
     """List dead letters, a line each, and say how many there are."""

@@ -73,7 +73,7 @@ def account(
     checks = {
         f"{len(missing)} of {len(paths)} files are missing, the first is {missing[0] if missing else ''}": not missing,
         "a message was not sent": sent == len(set(paths)) == len(paths),
-        "there are results of files that nobody sent": done | errors.keys() <= set(paths),
+        "there are results of files that were not sent": done | errors.keys() <= set(paths),
         "a file is both among the results and among the dead letters": not done & errors.keys(),
         f"{counts.waiting} messages are still waiting": counts.waiting == 0,
         f"{len(done)} results, but {counts.settled} messages acknowledged": len(done) == counts.settled,

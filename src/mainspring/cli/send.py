@@ -198,7 +198,7 @@ def _spooled(stream: IO[bytes]) -> IO[bytes]:
 def _open(url: str) -> Mailbox[Any, Any]:
     if url.startswith("memory:"):
         raise UserError(
-            "a memory:// mailbox lives and ends with one process, nobody would receive it; send to one that processes"
+            "a memory:// mailbox lives and ends with one process: no worker would receive it; send to one that processes"
             " share, as in sqlite:///jobs.db?name=jobs"
         )
     return open_mailbox(url)

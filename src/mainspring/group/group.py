@@ -284,8 +284,11 @@ class LoopGroup:
     async def shutdown(self, *, timeout: float | None = None) -> bool:
         """Shut down and wait for the end. Return False if something had to be cancelled.
 
-        ``timeout`` replaces the group's ``shutdown_timeout``. Before a run it is remembered, and the next run uses it up;
-        from inside one of the group's handlers it only asks. In both cases it returns True at once.
+        ``timeout`` (seconds) replaces the group's ``shutdown_timeout``. Before a run it is remembered, and the next run uses it
+        up. From inside one of the group's handlers it only asks. In both cases it returns True at once. Cancelled, it stops
+        waiting, and the shutdown goes on.
+
+        :raises ConfigError: ``timeout`` is no number of seconds.
         """
         if timeout is not None and not is_number(timeout, 0, float("inf")):
             raise ConfigError(f"shutdown: timeout must be 0 or more seconds, not {timeout!r}")
@@ -350,7 +353,10 @@ class LoopGroup:
         await self._running("pause").pause(reason, timeout)
 
     async def resume(self, reason: str = "resume()", *, timeout: float | None = None) -> None:
-        """Take new work again; raises as :meth:`pause` does."""
+        """Take new work again. Return once every loop has resumed; raise as :meth:`pause` does.
+
+        A ``timeout`` (seconds), or a cancellation, ends the wait only: the loops resume.
+        """
         await self._running("resume").resume(reason, timeout)
 
     def _running(self, what: str) -> Lifetime:
@@ -407,7 +413,11 @@ class LoopGroup:
             )
 
     async def check_health(self, timeout: float = 5.0) -> list[HealthStatus]:
-        """Return how its loops are, each by its own answer; see :func:`~mainspring.worker.actor.check_health`."""
+        """Return how its loops are, each by its own answer. They have ``timeout`` seconds together.
+
+        A loop that does not answer in time is reported so. Cancelled, it leaves nothing behind. See
+        :func:`~mainspring.worker.actor.check_health`.
+        """
         return await check_health(self.actors, timeout)
 
     def timeouts(self) -> list[Timeouts]:

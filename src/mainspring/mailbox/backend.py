@@ -102,9 +102,9 @@ class MailboxStatistics:
 
 
 class Topic(Generic[V]):
-    """Something that becomes known again and again, and the functions that want to hear of it. Of one event loop.
+    """Calls its subscribers with each value that is published. Of one event loop.
 
-    ``on_demand``, where it is set, is called with True at each subscription, and with False when no subscriber is left.
+    ``on_demand``, if set, is called with True at each subscription, and with False when no subscriber is left.
     """
 
     __slots__ = ("_subscribers", "on_demand")
@@ -126,13 +126,13 @@ class Topic(Generic[V]):
             self.on_demand(False)
 
     def publish(self, value: V) -> None:
-        """Call all who have subscribed with ``value``."""
+        """Call all subscribers with ``value``."""
         for subscriber in tuple(self._subscribers):
             subscriber(value)
 
 
 class Notifications:
-    """What a mailbox and its backend tell those who hold messages, on the mailbox's event loop."""
+    """What a mailbox and its backend tell the holders of messages, on the mailbox's event loop."""
 
     __slots__ = ("cancelled", "dead", "silence")
 
@@ -140,21 +140,27 @@ class Notifications:
         self.cancelled: Topic[list[str]] = Topic()
         """The ids of cancelled messages, some maybe held by others. A backend publishes them as soon as it can tell."""
         self.silence: Topic[MailboxConnectionError] = Topic()
-        """The server is found not to answer. A loop whose slots are all busy waits for no answer, and hears of it only so."""
+        """Why the server is found not to answer. A loop whose slots are all busy learns it only here."""
         self.dead: Topic[str] = Topic()
         """The id of a message that this mailbox object has dead-lettered."""
 
 
 class Backend(ABC):
-    """One mailbox on one store. It is opened and closed by its :class:`Mailbox`, maybe several times, and used by it alone.
+    """One mailbox on one store. Its :class:`Mailbox` opens and closes it, maybe several times, and alone uses it.
 
-    Its calls come on one event loop, only while it is open (but see ``works_unopened``). None of them may wait without end:
-    a store that does not answer is a :class:`MailboxConnectionError`. Times are seconds.
+    Calls come on one event loop, only while it is open (but see ``works_unopened``). Durations are seconds, of the event loop's
+    clock or the store's own. Dates are POSIX seconds, from :func:`mainspring.core.clock.wall_clock`.
+
+    No call waits without end. Each async method raises :class:`MailboxConnectionError` if the store cannot be reached or does
+    not answer; what it was to do may have taken place. Further errors are named below.
+
+    A call may be cancelled where it awaits. A cancelled :meth:`claim` leaves nothing leased. Any other operation has
+    not taken place if the store was not given it yet; else it may have.
     """
 
     capabilities: Capabilities = Capabilities()
     works_unopened: ClassVar[bool] = False
-    """Whether calls are taken before it is opened (after it was closed they never are)."""
+    """True if calls are taken before it is opened (after it was closed they never are)."""
 
     def __init__(self, name: str) -> None:
         check_name(name)
@@ -165,22 +171,38 @@ class Backend(ABC):
 
     @abstractmethod
     async def open(self, scope: DaemonScope) -> None:
-        """Connect; tasks that it needs are started in ``scope`` and end with it. Where it raises, nothing is left open."""
+        """Connect. Start the tasks that it needs in ``scope``, which ends them.
+
+        If it raises or is cancelled, it leaves nothing open. It may be called again after :meth:`close`.
+
+        :raises ConfigError: the settings cannot work: the login is refused, or the store is of a newer version.
+        :raises MailboxConnectionError: the store cannot be reached.
+        """
 
     @abstractmethod
     async def close(self) -> None:
-        """Finish what is under way, and disconnect. Waiting receives have been told (:meth:`stop_claims`)."""
+        """Finish what is under way, and disconnect. :meth:`stop_claims` has been called before.
+
+        It has 10 seconds, and raises nothing for a store that is gone. Cancelled, it disconnects without finishing. Messages in
+        flight stay leased until their leases end.
+        """
 
     @abstractmethod
     def stop_claims(self) -> None:
-        """Let each waiting claim return ``[]`` at once, and later ones too, until it is opened again. A close begins so."""
+        """Let each waiting claim return ``[]`` at once, and later ones too, until it is opened again.
+
+        A close begins with it. It does not wait and raises nothing.
+        """
 
     async def exists(self) -> bool:
-        """Whether the store has the mailbox, which is not open; makes nothing. A store that cannot tell says yes."""
+        """Return True if the store has the mailbox, which is not open, or cannot tell. Make nothing.
+
+        :raises ConfigError: what the store has is no mailbox, or of a newer version; the login is refused.
+        """
         return True
 
     async def drop(self) -> None:
-        """Forget this (transient) mailbox and everything in it; called just before it is closed."""
+        """Delete this (transient) mailbox and everything in it. It is called just before :meth:`close`."""
         await self.purge()
         await self.purge_dead_letters(None)
 
@@ -188,36 +210,61 @@ class Backend(ABC):
 
     @abstractmethod
     async def send(self, envelopes: list[Envelope]) -> list[str]:
-        """Store all or none, as durably as the store does; their ids (an earlier one's where ``dedup_key`` matched)."""
+        """Store all or none, as durably as the store can. Return their ids, in order.
+
+        Where an unfinished message has the same ``dedup_key``, nothing is stored, and the id is that message's. ``delay`` and
+        ``expires_in`` are seconds from now. Cancelled after they were given to the store, all or none may have been stored.
+
+        :raises MailboxFullError: there is no room for all of them; none was stored.
+        :raises SerializationError: one is larger than the store takes.
+        """
 
     async def send_reply(self, envelope: Envelope) -> str:
-        """:meth:`send` a reply that comes from another store.
+        """:meth:`send` a reply that comes from another store, and return its id.
 
-        A backend that keeps no messages for a mailbox that is not open raises :class:`ReplyNotAvailableError` then.
+        :raises ReplyNotAvailableError: no mailbox of this name is open, and the backend keeps no messages without one.
         """
         return (await self.send([envelope]))[0]
 
     async def send_within(self, connection: Any, envelopes: list[Envelope]) -> list[str]:
-        """:meth:`send` in the transaction that is under way on the sender's own ``connection``."""
+        """:meth:`send` in the transaction that is under way on the sender's own ``connection``.
+
+        The messages exist if and when that commits. An error leaves the transaction as the driver does.
+
+        :raises InvalidParameterError: the backend cannot (:attr:`Capabilities.transactions`), or the connection does not fit.
+        """
         raise InvalidParameterError(f"send: mailbox {self.name!r} takes no connection=; a postgresql:// mailbox does")
 
     @abstractmethod
     async def claim(
         self, max_messages: int, visibility_timeout: float, wait_time_seconds: float
     ) -> list[ClaimedMessage]:
-        """Claim what is available, at most ``max_messages``; wait only while there is none.
+        """Claim up to ``max_messages`` that are pending, and lease each for ``visibility_timeout`` seconds.
 
-        Cancelled while it waits, it has claimed nothing; what it had claimed by then it returns, or gives back.
+        Return as soon as there is one. Wait only while there is none, at most ``wait_time_seconds`` (0: do not wait), then
+        return ``[]``. A message that is sent, or whose delay or lease ends, wakes it at once.
+
+        Cancelled, it leaves nothing leased: what it had claimed it returns in spite of the cancellation, or puts back as if it
+        had not been delivered.
         """
 
     @abstractmethod
     async def settle(self, delivery: ClaimedMessage, settlement: Settlement) -> None:
-        """End the delivery in one step; :class:`ReceiptHandleExpiredError` where its lease is not held any more."""
+        """End the delivery as ``settlement`` says, in one step with the reply that it may carry.
+
+        Cancelled after it was given to the store, it may have taken place. Otherwise the message comes again when its lease
+        ends.
+
+        :raises ReceiptHandleExpiredError: the lease is not held any more; nothing was changed. It holds from the instant of its
+            end, whether or not a sweep has found it.
+        :raises ReplyNotAvailableError: the reply cannot be stored; nothing was changed.
+        """
 
     async def acknowledge_many(self, deliveries: list[ClaimedMessage]) -> dict[int, Exception]:
-        """Acknowledge them; by number, why one was refused: what :meth:`settle` raises. It raises what hits all of them.
+        """Acknowledge these. Return what :meth:`settle` would have raised for each that was refused, by its number in the list.
 
-        A backend that can do it in one step (:attr:`Capabilities.joined_acks`) overrides this.
+        A backend that can do it in one step (:attr:`Capabilities.joined_acks`) overrides this, and raises what concerns all of
+        them. Cancelled, some may have been acknowledged, and the leases of the others end by themselves.
         """
         refused: dict[int, Exception] = {}
         for number, delivery in enumerate(deliveries):
@@ -229,52 +276,77 @@ class Backend(ABC):
 
     @abstractmethod
     async def extend(self, delivery: ClaimedMessage, timeout: float) -> None:
-        """Let the lease last ``timeout`` seconds from now, unless it already lasts longer."""
+        """Let the lease last ``timeout`` seconds from now, unless it already lasts longer. A cancelled call may have done so.
+
+        :raises ReceiptHandleExpiredError: the lease is not held any more.
+        """
 
     @abstractmethod
     async def checkpoint(self, delivery: ClaimedMessage, state: bytes) -> None:
-        """Keep ``state`` with the message while its lease is held."""
+        """Keep ``state`` with the message, in place of an earlier one. The next delivery has it. A cancelled call may keep it.
+
+        :raises ReceiptHandleExpiredError: the lease is not held any more; the earlier state stays.
+        :raises SerializationError: it is larger than the store takes.
+        """
 
     async def cancel(self, message_id: str) -> Cancelled:
-        """End a message that is delayed, pending or in flight, in one step; from then on it counts as settled.
+        """End a message that is delayed, pending or in flight, in one step. From then on it counts as settled.
 
-        Of one in flight the lease is gone: its holder's next call raises :class:`ReceiptHandleExpiredError`. A backend that
-        can tell the holder sooner publishes ``notifications.cancelled`` in the holder's process.
+        Return what it was, or that there is none. Of one in flight the lease is gone: its holder's next call raises
+        :class:`ReceiptHandleExpiredError`. A backend that can tell the holder sooner publishes ``notifications.cancelled`` in
+        the holder's process. The mailbox shields this call for 10 seconds.
+
+        :raises ConfigError: the backend cannot (:attr:`Capabilities.cancel`).
         """
         raise ConfigError(f"mailbox {self.name!r} cannot cancel messages (Capabilities.cancel)")
 
     def transaction(self, message: Message[Any, Any]) -> AbstractAsyncContextManager[Any]:
-        """See :meth:`Mailbox.transaction`."""
+        """See :meth:`Mailbox.transaction`. A cancelled block is rolled back, and its message stays leased.
+
+        :raises ConfigError: the backend has none (:attr:`Capabilities.transactions`).
+        """
         raise ConfigError(f"mailbox {self.name!r} has no transactions; a postgresql:// mailbox has")
 
     # -------------------------------------------------------------------------------------------------- looking after
 
     @abstractmethod
     async def counts(self) -> Counts:
-        """Return the counts, with ``queue_age`` where the store finds the first in line without reading the others."""
+        """Return the counts, with ``queue_age`` (seconds) if the store finds the first in line without reading the others."""
 
     def statistics(self) -> MailboxStatistics:
-        """See :meth:`Mailbox.statistics`."""
+        """See :meth:`Mailbox.statistics`. It asks nothing of the store."""
         return MailboxStatistics(connected=True)
 
     @abstractmethod
     async def purge(self) -> int:
-        """Drop all that is delayed, pending and in flight; how many that were. From then on they count as settled."""
+        """Delete all messages that are delayed, pending or in flight. Return how many. From then on they count as settled.
+
+        Settling one of those in flight then raises :class:`ReceiptHandleExpiredError`.
+        """
 
     @abstractmethod
     async def dead_letters(self, limit: int, after: str | None) -> list[tuple[ClaimedMessage, Dead, float]]:
-        """The oldest dead letters (behind the one with id ``after``) and when each died (POSIX seconds)."""
+        """Return up to ``limit`` dead letters, the oldest first, each with its date of death (POSIX seconds).
+
+        With ``after``, begin behind the dead letter of that id; without such a one, at the oldest.
+        """
 
     @abstractmethod
     async def replay_dead_letters(self, message_ids: list[str] | None) -> int:
-        """Make dead letters pending again with fresh counts, at the tail; None means all; how many that were."""
+        """Make these dead letters pending again, or all (None): at the tail, with fresh counts. Return how many.
+
+        Ids of which there is no dead letter are skipped. A store that replays some at a time may have replayed some when it
+        raises or is cancelled; another call replays the rest.
+
+        :raises MailboxFullError: there is no room for all of them; none was replayed.
+        """
 
     @abstractmethod
     async def purge_dead_letters(self, message_ids: list[str] | None) -> int:
-        """Forget dead letters for good; None means all; how many that were. From then on they count as settled."""
+        """Delete these dead letters for good, or all (None). Return how many. From then on they count as settled."""
 
     async def find_dead_letters(self, message_ids: list[str]) -> list[tuple[ClaimedMessage, Dead, float]]:
-        """Those of ``message_ids`` that are dead letters, as :meth:`dead_letters` gives them, in any order."""
+        """Return those of ``message_ids`` that are dead letters, as :meth:`dead_letters` does, in any order."""
         wanted = set(message_ids)
         found: list[tuple[ClaimedMessage, Dead, float]] = []
         after: str | None = None
@@ -290,15 +362,18 @@ class Backend(ABC):
 
     @property
     def address(self) -> str:
-        """How a sender names this mailbox in ``reply_to``: its URL where it has one, else its name."""
+        """The address by which senders name this mailbox in ``reply_to``: its URL if it has one, else its name."""
         return self.name
 
     def local_name(self, address: str) -> str | None:
-        """The name on this store that an address means, or None where it is another store's URL."""
+        """Return the name on this store that an address means, or None if it is another store's URL."""
         return None if "://" in address else address
 
     def sibling(self, name: str) -> Backend:
-        """The backend, unopened, of another mailbox on the same store, with the same settings (but no capacity)."""
+        """Return the backend, unopened, of another mailbox on the same store, with the same settings (but no capacity).
+
+        :raises ConfigError: the backend cannot (:attr:`Capabilities.siblings`).
+        """
         raise ConfigError(f"mailbox {self.name!r} cannot open mailboxes beside it (Capabilities.siblings)")
 
     @property

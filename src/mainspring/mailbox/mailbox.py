@@ -408,9 +408,11 @@ class Mailbox(Generic[T, R]):
         deadline: Deadline | Inherited | None = "inherit",
         connection: Any = None,
     ) -> list[str]:
-        """Put all of ``bodies`` into the mailbox, in order, or (where one does not fit) none; their ids.
+        """Put all of ``bodies`` into the mailbox, in order, or none if one does not fit. Return their ids.
 
-        The parameters are those of :meth:`send` and hold for each message.
+        The parameters are those of :meth:`send` and hold for each message: ``delay`` and ``expires_in`` are seconds. It raises
+        what :meth:`send` raises, and then none was sent, as far as is known. Cancelled before they were given to the store, it
+        has sent none; afterwards all or none may have been sent.
         """
         self._check_open()
         headers = with_deadline(headers, deadline)
@@ -493,7 +495,12 @@ class Mailbox(Generic[T, R]):
         expires_in: Seconds | None = None,
         deadline: Deadline | Inherited | None = "inherit",
     ) -> PendingReply[R]:
-        """:meth:`request` in two steps: send now, and await ``(...).result(timeout=…)`` of what this returns later."""
+        """Send a request now, and await its reply later: ``await (await mailbox.submit(body)).result(timeout=…)``.
+
+        ``delay`` and ``expires_in`` are seconds, as for :meth:`send`. It raises what :meth:`send` raises, and
+        :class:`ReplyNotAvailableError` as :meth:`request` does. Cancelled, the request may have been sent; its reply is
+        dropped.
+        """
         requester, envelope = self._request(body, delay, at, priority, headers, expires_in, deadline)
         return await requester.submit(envelope)
 

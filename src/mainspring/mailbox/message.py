@@ -394,7 +394,13 @@ class Message(Generic[T, R]):
         await self.mailbox.extend(self.delivery, timeout)
 
     async def renew(self, timeout: float) -> None:
-        """:meth:`extend_visibility` by the one who settles: also while its settlement is under way."""
+        """Let the lease last ``timeout`` seconds from now, also while a settlement is under way; never shorten it.
+
+        It is :meth:`extend_visibility` for the code that settles. Cancelled, it may have extended the lease.
+
+        :raises ReceiptHandleExpiredError: the lease is over, or the message is settled on the store.
+        :raises MailboxConnectionError: the store cannot be reached; the lease ends when it would have.
+        """
         await self.mailbox.extend(self.delivery, timeout)
 
     async def save_checkpoint(self, state: bytes) -> None:

@@ -159,7 +159,9 @@ class Call:
     def log_dropped(self, error: BaseException | None) -> None:
         """Log an error that no caller will get. A cancellation that the work noticed was asked for, and is no error."""
         if isinstance(error, Exception):
-            _log.warning("%s raised when nobody waited for it any more: %s", self.name, describe(error), exc_info=error)
+            _log.warning(
+                "%s raised after its caller had stopped waiting: %s", self.name, describe(error), exc_info=error
+            )
 
 
 class Calls:

@@ -277,7 +277,12 @@ class DaemonScope:
         return await self._entered().start(run, name=daemon.name)
 
     async def stop(self, *, timeout: float | None = None) -> list[PartReport]:
-        """Stop the tasks in the reverse order of their start; how each ended (also kept in ``reports``)."""
+        """Stop the tasks in the reverse order of their start. Return how each ended (also kept in ``reports``).
+
+        All together have ``timeout`` seconds (by default the scope's) to end when asked. A task that is late is cancelled, and
+        has ``grace`` seconds to clean up. Cancelled itself, it leaves the tasks that it has not asked yet as they are: leaving
+        the block stops them.
+        """
         seconds = self.timeout if timeout is None else timeout
         deadline = anyio.current_time() + seconds
         reports = []

@@ -218,7 +218,7 @@ class Ticket(Generic[T]):
             )
         with self._lock:
             if self._wake is not None:
-                raise ConfigError(f"{self} is waited for by somebody else; make one ticket for each reader")
+                raise ConfigError(f"{self} already has a reader that waits for it; make one ticket for each reader")
             self._wake = wake
             if self._ready:  # asked after the registration: it cannot be missed in between
                 self._wake = None
@@ -263,7 +263,7 @@ class UnreadError:
         with suppress(Exception):  # at the end of the interpreter there may be nothing left to log with
             at = where_raised(self._error)
             _log.error(
-                "%s failed, and nobody asked its ticket: %s%s",
+                "%s failed, and its ticket was not read: %s%s",
                 self._work,
                 one_line(describe(self._error)),
                 f", at {one_line(at)}" if at else "",

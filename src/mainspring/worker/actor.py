@@ -344,12 +344,16 @@ class LoopActor:
                 _log.exception("loop %r has ended paused, and its resume() raised", self.name)
 
     def _not_running(self, message: ControlMessage[Any]) -> LoopNotRunningError:
-        return LoopNotRunningError(f"loop {self.name!r} is not running: nobody is there for the {_called(message)}")
+        return LoopNotRunningError(
+            f"loop {self.name!r} is not running, so it cannot take the {_called(message)}; send it while the loop runs"
+        )
 
     async def shutdown(self, *, timeout: float = 30.0) -> bool:
-        """As the loop's own; of a running one, by a :class:`ShutdownRequest`.
+        """Shut the loop down and wait for its end. Return False if work had to be cancelled.
 
-        From inside one of the loop's handlers it only asks, and returns True.
+        Work in hand has ``timeout`` seconds. A running loop is told by a :class:`ShutdownRequest`; one that does not run is
+        shut down by its own method. From inside one of the loop's handlers it only asks, and returns True. Cancelled, it stops
+        waiting, and the shutdown goes on.
         """
         if self._event_loop is None:
             return await self.loop.shutdown(timeout=timeout)

@@ -853,7 +853,7 @@ async def test_what_nobody_asks_the_tickets_for_is_logged(anyio_backend, caplog)
     gc.collect()  # the error's traceback refers to the ticket
     (line,) = (record.getMessage() for record in caplog.records)
     assert line.startswith(
-        "the dispatch of Added to session 'session' failed, and nobody asked its ticket: Serialization"
+        "the dispatch of Added to session 'session' failed, and its ticket was not read: Serialization"
     )
 
 
