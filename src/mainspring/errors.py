@@ -347,14 +347,14 @@ LONGEST_TRACEBACK = 50_000
 
 
 def copied(error: E) -> E:
-    """The same error, with its cause, for one more of those that it hits: a shared one would mix up their tracebacks."""
+    """Return the same error, with its cause, for one more of those that it hits: a shared one would mix up their tracebacks."""
     other = copy.copy(error)
     other.__cause__ = error.__cause__
     return other
 
 
 def in_brief(error: E) -> E:
-    """The same error, whose text says all: printed without the steps to it. What caused it stays as its ``__context__``."""
+    """Return the same error, to be printed without the steps to it: its text says all. Its cause stays in ``__context__``."""
     error.__context__, error.__cause__ = (
         error.__cause__ or error.__context__,
         None,
@@ -363,7 +363,7 @@ def in_brief(error: E) -> E:
 
 
 def message_of(error: BaseException) -> str:
-    """What an exception says (its first :data:`LONGEST_TEXT` characters), or its type's name where it says nothing.
+    """Return what an exception says (its first :data:`LONGEST_TEXT` characters), or its type's name where it says nothing.
 
     Also of one whose own ``__str__`` fails.
     """
@@ -376,7 +376,7 @@ def message_of(error: BaseException) -> str:
 
 
 def reason_of(error: BaseException | str) -> tuple[str, str, str]:
-    """An exception, or a reason in words, as it is kept: what it says, its type and its traceback.
+    """Return an exception, or a reason in words, as it is kept: what it says, its type and its traceback.
 
     Of a traceback above :data:`LONGEST_TRACEBACK` characters, its beginning and its end.
     """
@@ -396,7 +396,7 @@ def _shortened(text: str) -> str:
 
 
 def remedy(error: BaseException) -> str:
-    """What to do about a server that could not be connected to, to stand behind the error; empty where that is not known."""
+    """Return what to do about a server that could not be reached, as the end of an error's text; empty if it is not known."""
     if isinstance(error, ConnectionRefusedError):
         return "; start the server, or correct the host and the port of the URL"
     if isinstance(error, gaierror):
@@ -405,6 +405,6 @@ def remedy(error: BaseException) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """An exception as text, with its type."""
+    """Return an exception as text, with its type."""
     name, text = type(error).__qualname__, message_of(error)
     return text if text.startswith(name) else f"{name}: {text}"

@@ -300,7 +300,7 @@ class DispatchResult:
 
     @property
     def applied(self) -> bool:
-        """Whether the event became part of a session's state."""
+        """True if the event became part of a session's state."""
         return self.seq is not None
 
     @property
@@ -374,7 +374,7 @@ class Dispatcher:
         return end
 
     def wants(self, event_type: type[Any]) -> bool:
-        """Whether anybody would hear such an event: lets a hot path skip building it."""
+        """True if anybody would hear such an event: lets a hot path skip building it."""
         found = self._by_type.get(event_type)
         return bool(self._for(event_type) if found is None else found)
 
@@ -405,7 +405,7 @@ class Dispatcher:
         return DispatchResult(len(subscribers) - len(errors), tuple(errors))
 
     def _reaches(self, other: Dispatcher) -> bool:
-        """Whether ``other`` hears of this one's events, or is this one."""
+        """True if ``other`` hears of this one's events, or is this one."""
         return self is other or any(onward._reaches(other) for onward in self._onward)  # noqa: SLF001 - as above
 
     def _changed(self) -> None:

@@ -25,7 +25,7 @@ def _bound(attempt: int, initial: float, maximum: float, factor: float) -> float
 
 
 def backoff(attempt: int, *, initial: float, maximum: float, factor: float, jitter: Jitter, rng: Random) -> float:
-    """Seconds to wait before try ``attempt + 1``, ``attempt`` counting from 1: exponential, capped, jittered.
+    """Return seconds to wait before try ``attempt + 1``, ``attempt`` counting from 1: exponential, capped, jittered.
 
     Full jitter draws evenly between zero and the exponential bound, which spreads a crowd of clients best; equal jitter
     between half of it and all of it, so that no wait is next to nothing:
@@ -65,7 +65,7 @@ class RetryPolicy:
         _check_backoff("RetryPolicy", self.initial_delay, self.max_delay, self.factor, self.jitter)
 
     def delay(self, attempt: int, rng: Random) -> float:
-        """Seconds until the next try after charged attempt number ``attempt`` (from 1) has failed."""
+        """Return seconds until the next try after charged attempt number ``attempt`` (from 1) has failed."""
         return backoff(
             attempt,
             initial=self.initial_delay,
@@ -122,7 +122,7 @@ class DeadLetterPolicy:
             object.__setattr__(self, name, kinds)
 
     def is_dead(self, attempt: int, error: BaseException) -> bool:
-        """Whether ``error`` in charged attempt number ``attempt`` (from 1) is the end of the message."""
+        """True if ``error`` in charged attempt number ``attempt`` (from 1) is the end of the message."""
         if isinstance(error, self.include):
             return True
         if isinstance(error, self.exclude):
@@ -176,7 +176,7 @@ class RestartPolicy:
             raise ConfigError(f"RestartPolicy: reset_interval must be 0 or more seconds, not {self.reset_interval!r}")
 
     def next_restart(self, restarts: int, ran_for: float, rng: Random) -> tuple[int, float | None]:
-        """After a crash: the new count of restarts in a row and the seconds to wait, or None where it stays down.
+        """Return the new count of restarts in a row after a crash, and the seconds to wait, or None if it stays down.
 
         ``restarts`` is the count so far, ``ran_for`` how many seconds the run that crashed had lasted.
         """

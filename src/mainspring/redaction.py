@@ -20,7 +20,7 @@ _NO_PORT = r"(//[^/?#\[\]@]*?:)(?!\d*(?:[,/?#]|$)).+"
 
 
 def without_secrets(text: str) -> str:
-    """``text`` without the logins (user, password, token) of the URLs in it; passwords elsewhere in it become ``***``.
+    """Return ``text`` without the logins (user, password, token) of the URLs in it; passwords elsewhere in it become ``***``.
 
     A server's URL loses all that stands before its last ``@``, as a password may hold any character by mistake; a web page's
     only what stands before its host, and the name of a ``memory://`` mailbox or of a file is left alone. Passwords among the
@@ -49,7 +49,7 @@ def shown(url: str) -> str:
 
 
 def one_line(text: object) -> str:
-    """``text`` without line breaks and control characters: what an error says must not forge a second log line.
+    """Return ``text`` without line breaks and control characters: what an error says must not forge a second log line.
 
     A semicolon stands where a line ended without a mark.
     """

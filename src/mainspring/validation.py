@@ -18,17 +18,17 @@ Seconds: TypeAlias = float | timedelta
 
 
 def as_seconds(value: timedelta | V) -> float | V:
-    """``value`` in seconds where it is a timedelta, else as it is."""
+    """Return ``value`` in seconds where it is a timedelta, else as it is."""
     return value.total_seconds() if isinstance(value, timedelta) else value
 
 
 def is_number(value: object, least: float, most: float = sys.float_info.max) -> bool:
-    """Whether ``value`` is a number from ``least`` to ``most``, finite where nothing else is said; a bool and NaN are none."""
+    """True if ``value`` is a number from ``least`` to ``most``, finite where nothing else is said; a bool and NaN are none."""
     return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
 
 
 def is_whole(value: Any, least: int | None = None) -> TypeGuard[int]:
-    """Whether ``value`` is a whole number (a bool is none), and not below ``least``."""
+    """True if ``value`` is a whole number (a bool is none), and not below ``least``."""
     return isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least)
 
 
@@ -38,7 +38,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def shown(value: object) -> str:
-    """``value`` for a message to people, also where it is a number that Python refuses to print for its length."""
+    """Return ``value`` for a message to people, also where it is a number that Python refuses to print for its length."""
     try:
         return repr(value)
     except ValueError:

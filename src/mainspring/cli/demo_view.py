@@ -93,5 +93,5 @@ def _findings(report: DemoReport) -> Table:
 
 
 def _short(place: str) -> str:
-    """``…/asyncio/tasks.py:wait:373`` to its last two parts."""
+    """Shorten ``…/asyncio/tasks.py:wait:373`` to its last two parts."""
     return "/".join(place.split("/")[-2:])

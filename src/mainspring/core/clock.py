@@ -28,7 +28,7 @@ VIRTUAL_EPOCH = datetime(2000, 1, 1, tzinfo=UTC)
 
 
 def virtual_clock() -> Any | None:
-    """The ``trio.testing.MockClock`` that drives the current run, or None where time is real."""
+    """Return the ``trio.testing.MockClock`` that drives the current run, or None if time is real."""
     mock = getattr(sys.modules.get("trio.testing"), "MockClock", None)
     if mock is None:  # trio.testing is not imported, so no MockClock exists
         return None
@@ -42,7 +42,7 @@ def virtual_clock() -> Any | None:
 
 
 def utc_now() -> datetime:
-    """The wall clock as an aware UTC datetime; it can jump, so it stamps and never measures."""
+    """Return the wall clock as an aware UTC datetime; it can jump, so it stamps and never measures."""
     clock = virtual_clock()
     if clock is None:
         return datetime.now(UTC)
@@ -50,12 +50,12 @@ def utc_now() -> datetime:
 
 
 def virtual_date(clock: Any) -> datetime:
-    """The date by that ``MockClock``, as an aware UTC datetime."""
+    """Return the date by that ``MockClock``, as an aware UTC datetime."""
     return VIRTUAL_EPOCH + timedelta(seconds=clock.current_time() + _wall_ahead())
 
 
 def utc_clock() -> Callable[[], datetime]:
-    """A :func:`utc_now` of the running event loop, for any thread."""
+    """Return a :func:`utc_now` of the running event loop, for any thread."""
     clock = virtual_clock()
     if clock is None:
         return utc_now
@@ -67,7 +67,7 @@ monotonic: Callable[[], float] = time.monotonic
 
 
 def boot_time() -> float:
-    """Seconds since this machine booted, suspended time included (CLOCK_BOOTTIME): equal in all its processes."""
+    """Return seconds since this machine booted, suspended time included (CLOCK_BOOTTIME): equal in all its processes."""
     clock = virtual_clock()
     if clock is None:
         return time.clock_gettime(time.CLOCK_BOOTTIME)
@@ -75,7 +75,7 @@ def boot_time() -> float:
 
 
 def boot_clock() -> Callable[[], float]:
-    """A :func:`boot_time` that may be called from another thread, for the loop (and the run) it was made on."""
+    """Return a :func:`boot_time` that may be called from another thread, for the loop (and the run) it was made on."""
     clock = virtual_clock()
     if clock is None:
         return _real_boot_time
@@ -87,13 +87,13 @@ def _real_boot_time() -> float:
 
 
 def boot_id() -> str:
-    """The kernel's random identity of this boot; a lease with another one belongs to a machine that has restarted."""
+    """Return the kernel's random identity of this boot; a lease with another one belongs to a machine that has restarted."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return file.read().strip()
 
 
 def wall_clock() -> Callable[[], float]:
-    """A cheap reader of the wall clock in POSIX seconds, for the loop (and the run) it was made on."""
+    """Return a cheap reader of the wall clock in POSIX seconds, for the loop (and the run) it was made on."""
     clock = virtual_clock()
     if clock is None:
         return time.time
@@ -131,7 +131,7 @@ def _wall_ahead() -> float:
 
 
 def loop_clock() -> Callable[[], float]:
-    """``anyio.current_time`` of the running event loop, without looking the backend up on each call.
+    """Return ``anyio.current_time`` of the running event loop, without looking the backend up on each call.
 
     For paths where half a microsecond a message counts, and for bare callbacks of the event loop, in which anyio cannot
     tell what it runs on. Call the result only on the loop it was made on.
@@ -174,7 +174,7 @@ _NOTHING = nullcontext()
 
 
 def work_holder() -> Callable[[], AbstractContextManager[None]]:
-    """A :func:`real_work` for the loop (and the run) it was made on, which does not look for a virtual clock on each call."""
+    """Return a :func:`real_work` for this loop and run, which does not look for a virtual clock on each call."""
     clock = virtual_clock()
     return nullcontext if clock is None else partial(hold, clock)
 
@@ -198,7 +198,7 @@ def hold(clock: Any) -> Iterator[None]:
 
 
 def real_sleep() -> Callable[[float], None]:
-    """``time.sleep``."""
+    """Return ``time.sleep``."""
     return time.sleep
 
 
@@ -214,5 +214,5 @@ def real_sleep_replaced(replacement: Callable[..., None]) -> Iterator[None]:
 
 
 def local_time(when: datetime) -> datetime:
-    """``when`` in the zone of this machine, for people to read."""
+    """Return ``when`` in the zone of this machine, for people to read."""
     return when.astimezone()

@@ -112,22 +112,22 @@ class Identity(Protocol):
 
 
 def identity() -> Identity:
-    """What stands for this process."""
+    """Return what stands for this process."""
     return _registry
 
 
 def async_library() -> str:
-    """``"asyncio"`` or ``"trio"``: what the running event loop is."""
+    """Return ``"asyncio"`` or ``"trio"``: what the running event loop is."""
     return "trio" if type(current_token().native_token).__module__.partition(".")[0] == "trio" else "asyncio"
 
 
 def event_loop() -> object:
-    """The identity of the running event loop, to tell one from another."""
+    """Return the identity of the running event loop, to tell one from another."""
     return current_token().native_token
 
 
 def in_event_loop() -> bool:
-    """Whether this thread runs an event loop just now, so that blocking it would stop everything there.
+    """True if this thread runs an event loop just now, so that blocking it would stop everything there.
 
     Asked of the libraries themselves: in a bare callback of the event loop, which no task has scheduled, anyio does not
     know on what it runs.
@@ -186,7 +186,7 @@ def call_soon(loop: Any, fn: Callable[[], object]) -> bool:
 
 
 def carried_context(library: str | None) -> Context:
-    """The caller's context variables, for what runs elsewhere: on ``"asyncio"``, on ``"trio"``, or (None) in a plain thread."""
+    """Return the caller's context variables, for code on ``"asyncio"``, on ``"trio"``, or (None) in a plain thread."""
     context = copy_context()
     # Says on what its code runs; anyio and others ask it. It is not there while another thread imports sniffio.
     variable = getattr(sys.modules.get("sniffio"), "current_async_library_cvar", None)
@@ -207,7 +207,7 @@ def signal_child(child: Process, signum: int) -> None:
 
 
 def in_main_thread() -> bool:
-    """Whether this is the thread that Python runs signal handlers in."""
+    """True if this is the thread that Python runs signal handlers in."""
     return threading.current_thread() is threading.main_thread()
 
 
@@ -227,7 +227,7 @@ def disclaim(what: str) -> None:
 
 
 def shared(kind: str, name: Hashable, make: Callable[[], V]) -> V:
-    """The process's one object of that kind and name, made by ``make`` where there is none; it lives while it is used."""
+    """Return the process's one object of that kind and name; ``make`` makes it if there is none. It lives while it is used."""
     with _registry.lock:
         found: V | None = _registry.shared.get((kind, name))
         if found is None:
@@ -237,12 +237,12 @@ def shared(kind: str, name: Hashable, make: Callable[[], V]) -> V:
 
 
 def inherited(kind: str, name: Hashable) -> Any | None:
-    """What :func:`shared` gave the process this one was forked from, or None. It is the parent's: look, and do not use."""
+    """Return what :func:`shared` gave the process this one was forked from, or None. It is the parent's: do not use it."""
     return _registry.inherited.get((kind, name))
 
 
 def current(kind: str) -> Any | None:
-    """The process's current object of that kind, or None."""
+    """Return the process's current object of that kind, or None."""
     return _registry.current.get(kind)
 
 

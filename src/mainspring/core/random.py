@@ -15,7 +15,7 @@ _system = SystemRandom()
 
 
 def rng() -> Random:
-    """The generator for jitter and identities: the operating system's, or the seeded one of a virtual run."""
+    """Return the generator for jitter and identities: the operating system's, or the seeded one of a virtual run."""
     return _rng.get(_system)
 
 
@@ -35,5 +35,5 @@ def seeded(value: int) -> Iterator[None]:
 
 
 def token(bits: int = 64) -> str:
-    """A new random identity as lower-case hexadecimal of ``bits`` bits."""
+    """Return a new random identity as lower-case hexadecimal of ``bits`` bits."""
     return f"{rng().getrandbits(bits):0{bits // 4}x}"

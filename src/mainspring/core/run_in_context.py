@@ -100,7 +100,7 @@ def resumed(
 
 
 def driven(awaitable: Any) -> Any | None:
-    """Return the coroutine that a :func:`resumed` drives, which Python does not tell; None for anything else."""
+    """Return the coroutine that a :func:`resumed` drives, which Python does not tell, or None for anything else."""
     frame = awaitable.gi_frame if isinstance(awaitable, types.GeneratorType) else None
     return frame.f_locals.get("coroutine") if frame is not None and frame.f_code is resumed.__code__ else None
 
@@ -118,12 +118,12 @@ class Patience:
         self._since = anyio.current_time()
 
     def waits(self) -> None:
-        """The code begins to wait."""
+        """Note that the code begins to wait."""
         self._shielded = anyio.current_effective_deadline() > -math.inf
         self._since = anyio.current_time()
 
     def goes_on(self, *, cancelled: bool) -> float:
-        """The wait is over, by a cancellation or not: return the seconds to pause before the code hears of that."""
+        """Return the seconds to pause before the code gets to know that its wait is over, by a cancellation or not."""
         if self._shielded:
             self._in_vain = max(0.0, self._in_vain - (anyio.current_time() - self._since) / PAUSE_INITIAL)
             return 0.0

@@ -129,7 +129,7 @@ class StateMachine(Generic[S]):
         return self._since
 
     def can(self, new: S) -> bool:
-        """Whether the table allows a move to ``new`` from here."""
+        """True if the table allows a move to ``new`` from here."""
         return new in self._table[self._state]
 
     def to(self, new: S, now: float) -> Transition[S]:

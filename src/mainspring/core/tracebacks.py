@@ -27,8 +27,8 @@ _INSTALLED = ("/site-packages/", "/dist-packages/")
 
 
 def where(awaitable: Any) -> str:
-    """The innermost line of the user's code, else of a library's, else of this package's, else of the event loop's, that a
-    coroutine stands on. Libraries are what is installed, and the standard library.
+    """Return the innermost line that a coroutine stands on: of the user's code, else of a library's, of this package's, or of
+    the event loop's. Libraries are what is installed, and the standard library.
 
     ``"path.py:12 in handle: await client.get(url)"``. Of a coroutine that is running just now (seen from another thread) it
     is the line of the outermost function, since Python keeps no more; of one that has ended, an empty string.
@@ -44,7 +44,7 @@ def where(awaitable: Any) -> str:
 
 
 def where_thread(thread_id: int) -> str:
-    """The line, chosen as in :func:`where`, that a thread is executing; of an ended thread an empty string.
+    """Return the line, chosen as in :func:`where`, that a thread is executing; of an ended thread an empty string.
 
     What called the event loop is not looked at where something that the event loop called is there to be named.
     """
@@ -53,7 +53,7 @@ def where_thread(thread_id: int) -> str:
 
 
 def place_of(thread_id: int) -> tuple[FrameType, int] | None:
-    """What :func:`where_thread` describes: no source is read, which a thread that must not wait leaves to a later moment."""
+    """Return what :func:`where_thread` describes, without reading the source, so that a thread need not wait for that."""
     chosen: tuple[FrameType, int] | None = None
     for frame, line in stack_of(thread_id):
         if chosen is None or _rank(frame) > _rank(chosen[0]):
@@ -64,7 +64,7 @@ def place_of(thread_id: int) -> tuple[FrameType, int] | None:
 
 
 def where_raised(error: BaseException) -> str:
-    """The line, chosen as in :func:`where`, from which an error came; an empty string where it was never raised.
+    """Return the line, chosen as in :func:`where`, from which an error came; an empty string where it was never raised.
 
     And where it is one of this package's that passed no other lines: its text says what is to be known.
     """
@@ -80,7 +80,7 @@ def where_raised(error: BaseException) -> str:
 
 
 def beneath(trace: TracebackType | None, module: str) -> TracebackType | None:
-    """A traceback without its first frames, as far as they are those of the module of that name."""
+    """Return a traceback without its first frames, as far as they are those of the module of that name."""
     while trace is not None and trace.tb_frame.f_globals.get("__name__") == module:
         trace = trace.tb_next
     return trace
@@ -92,7 +92,7 @@ def in_debugger(thread_id: int) -> bool:
 
 
 def describe(frame: FrameType, line: int | None) -> str:
-    """A frame and its line as one line of text, with the source where it can be read."""
+    """Return a frame and its line as one line of text, with the source where it can be read."""
     code = frame.f_code
     number = line or code.co_firstlineno
     source = linecache.getline(code.co_filename, number, frame.f_globals).strip()
@@ -100,7 +100,7 @@ def describe(frame: FrameType, line: int | None) -> str:
 
 
 def all_stacks(*, without: Container[int | None] = ()) -> str:
-    """The stacks of all threads as text, the main thread first; those of the threads ``without`` are left out."""
+    """Return the stacks of all threads as text, the main thread first; those of the threads ``without`` are left out."""
     import traceback
 
     stacks = _all_stacks()
@@ -116,7 +116,7 @@ def all_stacks(*, without: Container[int | None] = ()) -> str:
 
 
 def stack_of(thread_id: int) -> list[tuple[FrameType, int]]:
-    """The frames of a thread and their lines, the innermost first; of an ended thread none."""
+    """Return the frames of a thread and their lines, the innermost first; of an ended thread none."""
     return _all_stacks(thread_id).get(thread_id, [])
 
 
@@ -139,7 +139,7 @@ def _uncollected() -> Iterator[None]:
 
 
 def _all_stacks(only: int | None = None) -> dict[int, list[tuple[FrameType, int]]]:
-    """The frames and lines of each thread, or of one, by its id."""
+    """Return the frames and lines of each thread, or of one, by its id."""
     with _uncollected():
         # No name for the frames of all threads, since this one is among them: it would hold itself.
         return {
@@ -176,7 +176,7 @@ def _await_chain(awaitable: Any) -> Iterator[tuple[FrameType, int | None]]:
 
 
 def _inside(awaitable: Any) -> Any | None:
-    """What the interpreter's own wrappers wait for (``async for``, ``coroutine.__await__()``); they do not tell, gc does."""
+    """Return what the interpreter's own wrappers wait for (``async for``, ``coroutine.__await__()``). Only gc knows that."""
     if type(awaitable).__name__ in (
         "async_generator_asend",
         "async_generator_athrow",
@@ -192,7 +192,7 @@ def _inside(awaitable: Any) -> Any | None:
 
 
 def _rank(frame: FrameType) -> int:
-    """How much a frame tells a reader: 3 the user's code, 2 a library's, 1 this package's, 0 the event loop's."""
+    """Return how much a frame tells a reader: 3 the user's code, 2 a library's, 1 this package's, 0 the event loop's."""
     top = _top_package(frame)
     if top == _OWN:
         return 3 if frame.f_globals["__name__"].startswith(f"{_OWN}.examples") else 1  # those are a user's programs

@@ -373,12 +373,12 @@ class LoopGroup:
 
     @property
     def report(self) -> ShutdownReport | None:
-        """How the last run ended; None before one has."""
+        """The report of the last run, or None before one has ended."""
         return self._report
 
     @property
     def health_url(self) -> str | None:
-        """Where the health server is reached while it runs; it tells the real port where 0 was asked for."""
+        """The URL of the health server while it runs, with the real port if 0 was asked for."""
         return self._health_url
 
     def mailboxes(self) -> list[Mailbox[Any, Any]]:

@@ -37,7 +37,7 @@ class ThreadLeaks:
         ]
 
     def leave_by(self, limit: float, status: int, report: ShutdownReport) -> None:
-        """Once the main thread has ended and ``limit`` is past, leave with ``status`` if threads are still at work."""
+        """Leave with ``status`` if threads are still at work once the main thread has ended and ``limit`` is past."""
         args = (self.threads(), limit, status, report)
         threading.Thread(target=_leave, args=args, name="mainspring-thread-leaks", daemon=True).start()
 

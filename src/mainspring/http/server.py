@@ -224,7 +224,7 @@ def _remove_stale(path: str) -> None:
 
 
 def _identity(sock: socket.socket) -> tuple[str, int | None] | None:
-    """Return the path of a Unix socket and its inode; None for others."""
+    """Return the path of a Unix socket and its inode, or None for others."""
     if sock.family != socket.AF_UNIX:
         return None
     path = str(sock.getsockname())

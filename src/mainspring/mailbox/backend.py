@@ -220,14 +220,14 @@ class Backend(ABC):
         """
 
     async def send_reply(self, envelope: Envelope) -> str:
-        """:meth:`send` a reply that comes from another store, and return its id.
+        """Store a reply that comes from another store, as :meth:`send` does. Return its id.
 
         :raises ReplyNotAvailableError: no mailbox of this name is open, and the backend keeps no messages without one.
         """
         return (await self.send([envelope]))[0]
 
     async def send_within(self, connection: Any, envelopes: list[Envelope]) -> list[str]:
-        """:meth:`send` in the transaction that is under way on the sender's own ``connection``.
+        """Send in the transaction that is under way on the sender's own ``connection``. Return the ids.
 
         The messages exist if and when that commits. An error leaves the transaction as the driver does.
 

@@ -650,7 +650,7 @@ class BatchedBackend(CommandBackend):
         return found
 
     def undo(self, command: Command) -> None:
-        """A claim whose caller is gone is put back, before anything else is done."""
+        """Put back a claim whose caller is gone, before anything else is done."""
         if type(command) is Claim and command.result:
             unclaim = Unclaim(command.result)
             unclaim.mailbox = command.mailbox

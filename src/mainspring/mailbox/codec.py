@@ -105,7 +105,7 @@ class Codec:
         return f"{self._what} of type {type_name(type(body))}"
 
     def unserialized(self, body: Any) -> Unserialized:
-        """``body`` itself for a store that keeps objects; raises :class:`SerializationError` as :meth:`check` does."""
+        """Return ``body`` itself, for a store that keeps objects. Raise :class:`SerializationError` as :meth:`check` does."""
         if type(body) is not self._plain:
             self.check(body)
         return Unserialized(body, self.body_type)
@@ -120,7 +120,7 @@ class Codec:
             raise self._unwritten(body, error) from error
 
     def _validated(self, body: Any) -> Any:
-        """What pydantic makes of ``body``: itself, where it is an instance of a class."""
+        """Return what pydantic makes of ``body``: itself, where it is an instance of a class."""
         if type(body) is self._plain or self._is_any:
             return body
         if self._model is not None and not isinstance(body, self._model):  # pydantic takes a dict for one
@@ -135,8 +135,10 @@ class Codec:
             raise self._broken(self._of(body), error) from error
 
     def encode(self, body: Any) -> bytes:
-        """JSON bytes of ``body``; raises :class:`SerializationError` where it is not of the type, is no JSON, or would not be
-        read as what it is."""
+        """Return JSON bytes of ``body``.
+
+        :raises SerializationError: it is not of the type, is no JSON, or would not be read as what it is.
+        """
         kind = type(body)
         if self._is_any:
             if kind not in _JSON and self._has_class(kind):
@@ -159,7 +161,7 @@ class Codec:
         return raw
 
     def _dump_revealed(self, body: Any) -> bytes:
-        """JSON with secrets as their values, where there are any."""
+        """Return JSON with secrets as their values, where there are any."""
         from pydantic_core import to_json
 
         plain = self._adapter.serializer.to_python(body, **self._asked)
@@ -222,7 +224,7 @@ class Codec:
         return SerializationError(f"{self._of(body)} would not come back as it is: {found}; {advice}")
 
     def decode(self, raw: bytes | Unserialized) -> Any:
-        """The body that ``raw`` holds: JSON, or an object, which is checked if it was sent under another type.
+        """Return the body that ``raw`` holds: JSON, or an object, which is checked if it was sent under another type.
 
         Raises :class:`NotJsonError` where it is no JSON, and :class:`SerializationError` where its shape is not the type's.
         """
@@ -255,7 +257,7 @@ class Codec:
         return SerializationError(f"{self._of(body)} cannot be written as JSON: {reason}")
 
     def _broken(self, what: str, error: Exception) -> SerializationError:
-        """A validator of the user's type raised what no validator should."""
+        """Return the error for what a validator of the user's type has raised and should not."""
         return SerializationError(f"{what} does not fit {self.name}: {type(error).__name__}: {error}")
 
 
@@ -264,7 +266,7 @@ _JSON_SCALARS = frozenset({str, int, float, bool, NoneType})
 
 
 def _revealed(value: Any) -> tuple[Any, bool]:
-    """``value`` (plain containers) with secrets as their values, and whether there are any."""
+    """Return ``value`` (plain containers) with secrets as their values, and whether there are any."""
     if hasattr(value, "get_secret_value"):
         return value.get_secret_value(), True
     if isinstance(value, dict):
@@ -277,7 +279,7 @@ def _revealed(value: Any) -> tuple[Any, bool]:
 
 
 def _supported(body_type: Any) -> Any:
-    """``body_type`` with each ``typing.TypedDict`` made one that pydantic takes: before Python 3.12 it refuses those.
+    """Return ``body_type`` with each ``typing.TypedDict`` made one that pydantic takes: before Python 3.12 it refuses those.
 
     This reaches the type itself and its parameters (``list[Row]``), not the fields of dataclasses and models.
     """
@@ -306,7 +308,7 @@ def _typed_dict(body_type: Any) -> Any:
 
 
 def _not_finite(value: Any, path: str = "") -> str | None:
-    """The path of the first number in ``value`` (plain containers) that is infinite or NaN, or None."""
+    """Return the path of the first number in ``value`` (plain containers) that is infinite or NaN, or None."""
     if isinstance(value, float):
         return None if math.isfinite(value) else path
     items: Any = ()
@@ -322,7 +324,7 @@ def _not_finite(value: Any, path: str = "") -> str | None:
 
 
 def why_unreadable(raw: bytes, within: int = 0) -> str | None:
-    """Why JSON that was written, and stands within ``within`` levels of other JSON, cannot be read; None where it can.
+    """Return why JSON that was written, and stands within ``within`` levels of other JSON, cannot be read, or None if it can.
 
     Quick for what has few brackets and no long number.
     """
@@ -347,14 +349,14 @@ def _may_have_long_number(raw: bytes) -> bool:
 
 
 def type_name(body_type: Any) -> str:
-    """How a type is written for people: its qualified name, or its repr where it has none (unions, generics)."""
+    """Return how a type is written for people: its qualified name, or its repr where it has none (unions, generics)."""
     if isinstance(body_type, type) and not hasattr(body_type, "__origin__"):
         return body_type.__qualname__
     return str(body_type).replace("typing.", "")
 
 
 def headers_of(stored: str) -> dict[str, str] | None:
-    """Stored headers; None where they are none: another program wrote them, or the store was damaged."""
+    """Return stored headers, or None if they are none: another program wrote them, or the store was damaged."""
     try:
         headers = json.loads(stored)
     except (ValueError, RecursionError):

@@ -66,11 +66,11 @@ class DeadLetterView(Mailbox[DeadLetter, None]):
         super().__init__(DeadLetterBackend(source, look_every), serialize=False)
 
     def bind(self, *, body: Any = None, reply: Any = None) -> None:
-        """The bodies are dead letters, whatever the handler says; there are no replies."""
+        """Ignore the types: the bodies are dead letters, whatever the handler says, and there are no replies."""
 
     @property
     def is_bound(self) -> bool:
-        """They are."""
+        """True: the bodies are dead letters."""
         return True
 
 
@@ -233,14 +233,14 @@ class DeadLetterBackend(Backend):
         await self._follow(delivery.message_id)
 
     async def _follow(self, message_id: str) -> None:
-        """The message's last ticket has ended: make the next, if it has died again by now."""
+        """Make the next ticket of a message whose last one has ended, if the message has died again by now."""
         try:
             await self._put_tickets(await self.source.backend.find_dead_letters([message_id]))
         except (MainspringError, OSError):  # what was settled is settled: all are looked at again
             self._after = None
 
     async def _is_dead(self, message_id: str, died_at: float) -> bool:
-        """Whether that dead letter is still there: not replayed or purged meanwhile, and maybe dead again."""
+        """True if that dead letter is still there: not replayed or purged meanwhile, and maybe dead again."""
         found = await self.source.backend.find_dead_letters([message_id])
         return any(at == died_at for _, _, at in found)
 
@@ -251,7 +251,7 @@ class DeadLetterBackend(Backend):
         await self._tickets.backend.checkpoint(_ticket_in(delivery), state)
 
     async def counts(self) -> Counts:
-        """Dead letters that were not received yet are pending; ``dead`` are the parked ones."""
+        """Return the counts of dead letters: those not received yet are pending, and the parked ones are ``dead``."""
         tickets, source = await self._tickets.counts(), await self.source.counts()
         pending = max(0, source.dead - tickets.dead - tickets.in_flight - tickets.delayed)
         age = tickets.queue_age if tickets.pending else None if pending else 0.0
@@ -274,18 +274,18 @@ class DeadLetterBackend(Backend):
 
 
 def _ticket(message_id: str, died_at: float) -> Envelope:
-    """The message that stands for the dead letter of an id that died at that instant."""
+    """Return the message that stands for the dead letter of an id that died at that instant."""
     (name,) = _named([message_id])
     return Envelope(name, to_json([message_id, died_at]), dedup_key=name)
 
 
 def _named(message_ids: list[str]) -> list[str]:
-    """The ids of the tickets for those dead letters: a store may want ids to be its own, whatever the mailbox."""
+    """Return the ids of the tickets for those dead letters: a store may want ids to be its own, whatever the mailbox."""
     return [f"{message_id}~" for message_id in message_ids]
 
 
 def _ticket_of(delivery: ClaimedMessage) -> tuple[str, float] | None:
-    """Which dead letter a ticket is for; None where it is no ticket."""
+    """Return which dead letter a ticket is for, or None if it is no ticket."""
     try:
         message_id, died_at = from_json(delivery.body)
         return str(message_id), float(died_at)

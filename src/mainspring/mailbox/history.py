@@ -29,30 +29,30 @@ class Failure:
 
 
 def remember(history: str | None, attempt: int, error: str, error_type: str, at: float) -> str:
-    """``history`` with the failure of attempt number ``attempt`` at ``at`` (POSIX seconds), and the silent ones before it."""
+    """Return ``history`` with the failure of this attempt at ``at`` (POSIX seconds), and the silent ones before it."""
     known = _filled(_read(history), attempt)
     return _written(known._replace(rows=[*known.rows, (attempt, error[:ERROR_SIZE], error_type, at)]))
 
 
 def silences(history: str | None, attempt: int) -> str:
-    """``history`` with the attempts before number ``attempt`` of which no failure was told: their leases ran out."""
+    """Return ``history`` with the attempts before number ``attempt`` of which no failure was told: their leases ran out."""
     return _written(_filled(_read(history), attempt))
 
 
 def crashes_before(history: str | None, attempt: int) -> int:
-    """How many attempts before number ``attempt`` ended with their worker: no failure of theirs was told."""
+    """Return how many attempts before number ``attempt`` ended with their worker: no failure of theirs was told."""
     known = _filled(_read(history), attempt)
     return known.crashes + sum(at is None for _, _, _, at in known.rows)
 
 
 def without_oldest(history: str) -> str | None:
-    """``history`` without its oldest failure; None where there is none left to drop."""
+    """Return ``history`` without its oldest failure, or None if there is none left to drop."""
     known = _read(history)
     return _written(known, len(known.rows) - 1) if known.rows else None
 
 
 def read_history(history: str | None) -> tuple[Failure, ...]:
-    """The failures, oldest first; none where another program has written what is no history."""
+    """Return the failures, oldest first; none where another program has written what is no history."""
     return tuple(
         Failure(attempt, error, kind, None if at is None else datetime.fromtimestamp(at, UTC))
         for attempt, error, kind, at in _read(history).rows
@@ -89,7 +89,7 @@ def _read(history: str | None) -> _Known:
 
 
 def _written(known: _Known, most: int = LAST) -> str:
-    """``known`` with its latest ``most`` rows as text: a list of them, unless that would not tell of earlier crashes."""
+    """Return ``known`` with its latest ``most`` rows as text: a list of them, unless that would not tell of earlier crashes."""
     dropped = known.rows[: max(0, len(known.rows) - most)]
     rows = known.rows[len(dropped) :]
     until = dropped[-1][0] if dropped else known.until
@@ -100,7 +100,7 @@ def _written(known: _Known, most: int = LAST) -> str:
 
 
 def _filled(known: _Known, attempt: int) -> _Known:
-    """``known`` with a row for each attempt before number ``attempt`` that has none, but at most the last ones."""
+    """Return ``known`` with a row for each attempt before number ``attempt`` that has none, but at most the last ones."""
     seen = known.rows[-1][0] if known.rows else known.until
     first = max(seen + 1, attempt - LAST)
     silence = "its lease ran out: its worker died, or lost the store"

@@ -75,7 +75,7 @@ class Exactness(NamedTuple):
 
 
 def exactness(schema: Mapping[str, Any]) -> Exactness:
-    """What the core schema of a type says of it."""
+    """Return what the core schema of a type says of it."""
     nodes = list(_nodes(schema))
     refs = {node["ref"]: node for node in nodes if "ref" in node}
     return Exactness(
@@ -159,7 +159,7 @@ def _is_certain_container(node: Mapping[str, Any]) -> bool:
 
 
 def _is_certain_class(node: Mapping[str, Any]) -> bool:
-    """Whether its fields are plain, and nothing is computed. Only at the top is the class of a value known to be that one."""
+    """True if its fields are plain, and nothing is computed. Only at the top is the class of a value known to be that one."""
     config, inner = node.get("config", {}), node["schema"]
     computes = node.get("custom_init") or node.get("root_model") or node.get("post_init")
     if computes or config.keys() - _CONFIG or config.get("extra_fields_behavior") == "allow":
@@ -187,7 +187,7 @@ def _is_told_by_equality(node: Mapping[str, Any], refs: Mapping[str, Mapping[str
 
 
 def has_fields_equal(kind: type[Any]) -> bool:
-    """Whether two of that class are equal if and only if all their fields are, and neither is of another class."""
+    """True if two of that class are equal if and only if all their fields are, and neither is of another class."""
     equal: Any = kind.__eq__
     if dataclasses.is_dataclass(kind):
         made = getattr(getattr(equal, "__code__", None), "co_filename", "") == "<string>"
@@ -209,7 +209,7 @@ class Comparison:
         """The places of objects that cannot be compared: of one class, which has no equality."""
 
     def difference(self, before: Any, after: Any, place: str = "") -> str | None:
-        """Where ``after`` is not what ``before`` was, and how; None where they are the same, as far as can be said."""
+        """Return where ``after`` is not what ``before`` was, and how, or None if they are the same, as far as can be said."""
         kind, names = type(before), _fields(before)
         if names is None and not isinstance(before, tuple | list | dict | frozenset | set):
             return None if self._is_same(before, after, place) else _changed(place, before, after)
@@ -228,12 +228,12 @@ class Comparison:
         return _changed(place, before, after) if isinstance(before, frozenset | set) and before != after else None
 
     def _lost_keys(self, before: dict[Any, Any], after: dict[Any, Any]) -> list[Any]:
-        """The keys that ``after`` does not have, or has in another class."""
+        """Return the keys that ``after`` does not have, or has in another class."""
         keys = {key: key for key in after}
         return [key for key in before if key not in keys or not self._is_same(key, keys[key], "")]
 
     def _is_like(self, before: Any, after: Any) -> bool:
-        """Whether one class can stand for the other: the same, or of a container that is below a builtin one, that one."""
+        """True if one class can stand for the other: the same, or of a container that is below a builtin one, that one."""
         kind, other = type(before), type(after)
         return kind is other or (
             not self._exactly and other in (dict, list, set, frozenset) and isinstance(before, other)
@@ -257,7 +257,7 @@ def _changed(place: str, before: Any, after: Any) -> str:
 
 
 def _fields(value: Any) -> tuple[str, ...] | None:
-    """The names of the fields of a dataclass or model."""
+    """Return the names of the fields of a dataclass or model."""
     if isinstance(value, type):
         return None
     if dataclasses.is_dataclass(value):

@@ -80,7 +80,7 @@ def delay_of(delay: Seconds, at: datetime | None) -> float:
 
 
 def _virtual_date() -> str:
-    """What to add to an error about a date: where time is virtual, the date is not today's."""
+    """Return what to add to an error about a date: where time is virtual, the date is not today's."""
     if clock.virtual_clock() is None:
         return ""
     return (
@@ -127,7 +127,7 @@ def check_id(what: str, message_id: str) -> None:
 
 
 def check_ids(what: str, message_ids: Iterable[str] | None) -> list[str] | None:
-    """The ids as a list, each checked as by :func:`check_id`; one string is one id, and None stays None."""
+    """Return the ids as a list, each checked as by :func:`check_id`; one string is one id, and None stays None."""
     if message_ids is None:
         return None
     ids = [message_ids] if isinstance(message_ids, str) else list(message_ids)
@@ -177,19 +177,19 @@ def check_size(what: str, size: int, most: int, whose: str) -> None:
 
 
 def check_column(what: str, size: int) -> None:
-    """The same for what becomes part of a row of a SQL store."""
+    """Do the same for what becomes part of a row of a SQL store."""
     check_size(what, size, LONGEST, "a mailbox in a SQL database takes")
 
 
 def check_row(what: str, envelope: Envelope) -> None:
-    """The same for a message or a reply."""
+    """Do the same for a message or a reply."""
     size = size_of(envelope) if envelope.headers else len(envelope.body)
     if size > LONGEST:
         check_column(what, size)
 
 
 def size_of(envelope: Envelope) -> int:
-    """The bytes of a message, as far as users can make them many."""
+    """Return the bytes of a message, as far as users can make them many."""
     size = len(envelope.body)
     if envelope.headers:
         size += sum(len(key) + len(value) for key, value in envelope.headers.items())
@@ -197,7 +197,7 @@ def size_of(envelope: Envelope) -> int:
 
 
 def full(waiting: int, capacity: int, more: int) -> MailboxFullError:
-    """The error for ``more`` messages in a mailbox that has no room for them."""
+    """Return the error for ``more`` messages in a mailbox that has no room for them."""
     return MailboxFullError(
         f"the mailbox holds {waiting} of at most {counted(capacity, 'message')} and has no room for {more} more; send again"
         " once some are settled"
@@ -205,7 +205,7 @@ def full(waiting: int, capacity: int, more: int) -> MailboxFullError:
 
 
 def lease_over(delivery: ClaimedMessage) -> ReceiptHandleExpiredError:
-    """The error for an operation that only the holder of the lease may do, and whose lease is not held any more."""
+    """Return the error for an operation that only the holder of the lease may do, and whose lease is not held any more."""
     return ReceiptHandleExpiredError(
         f"message {delivery.message_id}: the lease of delivery {delivery.delivery_count} has run out, or the message was"
         " settled, cancelled or purged"
@@ -213,7 +213,7 @@ def lease_over(delivery: ClaimedMessage) -> ReceiptHandleExpiredError:
 
 
 def dropped(what: str) -> MailboxError:
-    """The error of a call on a mailbox that is not on its store any more, though it is open here."""
+    """Return the error of a call on a mailbox that is not on its store any more, though it is open here."""
     return MailboxError(
         f"{what} was dropped from its store while it was open here, with all that was in it: nothing that is sent to it would"
         " be received; close it, and open it again to make a new one"
@@ -221,7 +221,7 @@ def dropped(what: str) -> MailboxError:
 
 
 def reply_address(reply_to: Any) -> str | None:
-    """The address of a mailbox, or the one given; raises :class:`InvalidParameterError` for what is neither."""
+    """Return the address of a mailbox, or the one given. Raise :class:`InvalidParameterError` for what is neither."""
     if reply_to is None:
         return None
     address = reply_to if isinstance(reply_to, str) else getattr(reply_to, "address", None)

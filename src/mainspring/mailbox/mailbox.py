@@ -139,7 +139,7 @@ class Mailbox(Generic[T, R]):
 
     @property
     def address(self) -> str:
-        """How a sender names this mailbox in ``reply_to``: its URL where it has one, else its name."""
+        """The address by which senders name this mailbox in ``reply_to``: its URL if it has one, else its name."""
         return self.backend.address
 
     @property
@@ -151,7 +151,7 @@ class Mailbox(Generic[T, R]):
         return made
 
     def sibling(self, name: str, *, body: Any = None, reply: Any = None) -> Mailbox[Any, Any]:
-        """An unopened mailbox of that name on the same store, with the same settings (but no capacity).
+        """Return an unopened mailbox of that name on the same store, with the same settings (but no capacity).
 
         :raises ConfigError: the backend cannot open one (:attr:`Capabilities.siblings`).
         """
@@ -161,11 +161,11 @@ class Mailbox(Generic[T, R]):
 
     @property
     def state(self) -> MailboxState:
-        """Unopened, open or closed."""
+        """Its state: unopened, open or closed."""
         return self._state.state
 
     async def exists(self) -> bool:
-        """Whether there is a mailbox of this name on the store, empty or not: for one that is not open.
+        """Return True if the store has a mailbox of this name, empty or not. It need not be open.
 
         Nothing is made, and nothing is brought up to date. There is one as soon as it was opened once, or a reply was
         sent to its name. One in memory always is.
@@ -260,7 +260,7 @@ class Mailbox(Generic[T, R]):
             )
 
     def _forget(self) -> None:
-        """In a forked child: its connections and its event loop are the parent's."""
+        """Forget the connections and the event loop, in a forked child: they are the parent's."""
         self._usable, self._thread = False, None
 
     def _check_process(self) -> None:
@@ -283,14 +283,14 @@ class Mailbox(Generic[T, R]):
 
     @property
     def codec(self) -> Codec:
-        """Encodes and decodes this mailbox's bodies; made at first use, when the type is known."""
+        """The codec of this mailbox's bodies; made at first use, when the type is known."""
         if self._codec is None:
             self._codec = Codec(self._body_type, verifies=self.verifies)
         return self._codec
 
     @property
     def reply_codec(self) -> Codec:
-        """Encodes and checks the replies; made at first use."""
+        """The codec of the replies; made at first use."""
         if self._reply_codec is None:
             self._reply_codec = Codec(self._reply_type, verifies=self.verifies)
         return self._reply_codec
@@ -302,7 +302,7 @@ class Mailbox(Generic[T, R]):
 
     @property
     def is_bound(self) -> bool:
-        """Whether the type of its bodies is known."""
+        """True if the type of its bodies is known."""
         return self._body_type is not None
 
     def bind(self, *, body: Any = None, reply: Any = None) -> None:
@@ -323,15 +323,15 @@ class Mailbox(Generic[T, R]):
         return new if old is None else old
 
     def new_id(self) -> str:
-        """A new message id: a random prefix of this mailbox object and a count, so that ids sort in order of sending."""
+        """Return a new message id: a random prefix of this mailbox object and a count, so that ids sort in order of sending."""
         return self._ids.next()
 
     def _encode(self, codec: Codec, body: Any) -> Any:
-        """``body``, checked, in the form in which the backend keeps it."""
+        """Return ``body``, checked, in the form in which the backend keeps it."""
         return codec.encode(body) if self.serializes else codec.unserialized(body)
 
     def body_of(self, delivery: ClaimedMessage) -> Any:
-        """The decoded body of a delivery; :class:`SerializationError` where it does not fit the type."""
+        """Return the decoded body of a delivery. Raise :class:`SerializationError` if it does not fit the type."""
         return (self._codec or self.codec).decode(delivery.body)
 
     # -------------------------------------------------------------------------------------------------------- sending
@@ -655,12 +655,12 @@ class Mailbox(Generic[T, R]):
         await self.backend.checkpoint(delivery, state)
 
     def reply_to(self, message: Message[Any, Any], body: Any) -> Envelope:
-        """The reply to ``message``, checked and encoded, for :class:`Ack`."""
+        """Return the reply to ``message``, checked and encoded, for :class:`Ack`."""
         return replies.reply_to(self, message.delivery, self._encode(self.reply_codec, body))
 
     @asynccontextmanager
     async def transaction(self, message: Message[Any, Any]) -> AsyncIterator[Any]:
-        """A transaction that ends with the block, and settles ``message``; yields the driver's connection.
+        """Run a transaction that ends with the block, and settles ``message``. Yield the driver's connection.
 
         What is written through the connection and the acknowledgement are committed together, or neither is. Inside the
         block ``message.reply()``, ``nack()``, ``dead_letter()`` and so on are part of the transaction; without any of them
@@ -700,7 +700,7 @@ class Mailbox(Generic[T, R]):
         return self.backend.statistics() if self._usable else MailboxStatistics()
 
     async def approximate_count(self) -> int:
-        """How many messages are still to be done: delayed, pending and in flight."""
+        """Return how many messages are still to be done: delayed, pending and in flight."""
         return (await self.counts()).waiting
 
     async def purge(self) -> int:
@@ -712,7 +712,7 @@ class Mailbox(Generic[T, R]):
         return await self.backend.purge()
 
     async def dead_letters(self, *, limit: int = 1_000, after: str | None = None) -> list[DeadLetter[T]]:
-        """The dead letters, oldest first: at most ``limit``, behind the one whose id is ``after``."""
+        """Return the dead letters, oldest first: at most ``limit``, behind the one whose id is ``after``."""
         self._check_open()
         if not is_whole(limit, 1):
             raise InvalidParameterError(f"dead_letters: limit must be at least 1, not {limit!r}")
@@ -721,7 +721,7 @@ class Mailbox(Generic[T, R]):
         return [self.as_dead_letter(*found) for found in await self.backend.dead_letters(limit, after)]
 
     async def dead_letter(self, message_id: str) -> DeadLetter[T] | None:
-        """The dead letter of that id, or None where there is none (any more)."""
+        """Return the dead letter of that id, or None if there is none (any more)."""
         self._check_open()
         check_id("dead_letter: message_id", message_id)
         for found in await self.backend.find_dead_letters([message_id]):
@@ -729,7 +729,7 @@ class Mailbox(Generic[T, R]):
         return None
 
     def as_dead_letter(self, delivery: ClaimedMessage, dead: Dead, at: float) -> DeadLetter[T]:
-        """What users see of a dead letter that the backend has found."""
+        """Return what users see of a dead letter that the backend has found."""
         try:
             body = self.body_of(delivery)
         except SerializationError:

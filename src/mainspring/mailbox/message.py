@@ -290,17 +290,17 @@ class Message(Generic[T, R]):
 
     @property
     def delivery_count(self) -> int:
-        """Which delivery this is, from 1; every delivery counts."""
+        """The number of this delivery, from 1; every delivery counts."""
         return self.delivery.delivery_count
 
     @property
     def attempt(self) -> int:
-        """Which charged attempt this is, from 1; releases and uncharged returns do not count."""
+        """The number of this charged attempt, from 1; releases and uncharged returns do not count."""
         return self.delivery.attempt
 
     @property
     def crashes(self) -> int:
-        """How many of its earlier deliveries ended with their worker: their leases ran out, and nothing was told of them.
+        """How many earlier deliveries ended with their worker: their leases ran out without a settlement.
 
         Each counts as an attempt. It is 0 where the store keeps no history.
         """
@@ -311,12 +311,12 @@ class Message(Generic[T, R]):
 
     @property
     def enqueued_at(self) -> datetime:
-        """When it was sent (UTC)."""
+        """The date at which it was sent (UTC)."""
         return datetime.fromtimestamp(self.delivery.enqueued_at, UTC)
 
     @property
     def first_received_at(self) -> datetime:
-        """When it was first delivered to anybody (UTC)."""
+        """The date of its first delivery to any worker (UTC)."""
         return datetime.fromtimestamp(self.delivery.first_received_at, UTC)
 
     @property
@@ -336,7 +336,7 @@ class Message(Generic[T, R]):
 
     @property
     def is_settled(self) -> bool:
-        """Whether this delivery was ended through this object."""
+        """True if this delivery was ended through this object."""
         return self.settlement is not None
 
     @property
@@ -346,11 +346,11 @@ class Message(Generic[T, R]):
 
     @property
     def history(self) -> tuple[Failure, ...]:
-        """What went wrong in its earlier charged attempts, oldest first; at most the last 10."""
+        """The errors of its earlier charged attempts, oldest first; at most the last 10."""
         return read_history(history_until(self.mailbox, self.delivery))
 
     async def acknowledge(self) -> None:
-        """The message is done; it leaves the mailbox."""
+        """Settle the message as done; it leaves the mailbox."""
         if self._replied:
             return
         await self.settle(ACK)
@@ -472,7 +472,7 @@ async def acknowledge_together(
 def _with_repeats(
     messages: Sequence[Message[Any, Any]], once: list[Message[Any, Any]], refused: dict[int, Exception]
 ) -> dict[int, Exception]:
-    """What was refused ``once`` each, by the numbers of ``messages``, of which some are there again."""
+    """Return what was refused ``once`` each, by the numbers of ``messages``, of which some are there again."""
     first = {message: number for number, message in reversed(list(enumerate(messages)))}
     errors = {once[number]: error for number, error in refused.items()}
     found: dict[int, Exception] = {}
@@ -507,5 +507,5 @@ class MessageIds:
         return self.next()
 
     def take(self, many: int) -> list[str]:
-        """As many new ids, in order."""
+        """Return ``many`` new ids, in order."""
         return [self.next() for _ in range(many)]

@@ -50,7 +50,7 @@ def open_mailbox(
 def open_mailbox(
     url: str, *, body: Any = None, reply: Any = None, reply_stores: Stores = (), **options: Any
 ) -> Mailbox[Any, Any]:
-    """A mailbox for ``url``, unopened: enter it with ``async with``, or give it to a loop whose group opens it.
+    """Return a mailbox for ``url``, unopened: enter it with ``async with``, or give it to a loop whose group opens it.
 
     ``memory://jobs``: a queue of this process and event loop. ``sqlite:///relative.db?name=jobs`` and
     ``sqlite:////absolute/path.db?name=jobs``: a durable queue that the processes of one machine share.

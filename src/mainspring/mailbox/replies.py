@@ -51,7 +51,7 @@ MOST = 16
 
 
 def reply_to(mailbox: Mailbox[Any, Any], delivery: ClaimedMessage, body: Any) -> Envelope:
-    """The reply to ``delivery``, with the request's id and deadline in its headers. ``body`` is encoded."""
+    """Return the reply to ``delivery``, with the request's id and deadline in its headers. ``body`` is encoded."""
     headers = {"request_id": delivery.message_id}
     if HEADER in delivery.headers:
         headers[HEADER] = delivery.headers[HEADER]
@@ -59,7 +59,7 @@ def reply_to(mailbox: Mailbox[Any, Any], delivery: ClaimedMessage, body: Any) ->
 
 
 def completed(mailbox: Mailbox[Any, Any], delivery: ClaimedMessage, dead: Dead) -> Dead:
-    """``dead`` with the message's history and, where its sender wants to hear of it, an error reply."""
+    """Return ``dead`` with the message's history and, where its sender wants to hear of it, an error reply."""
     history, reply = dead.history, dead.reply
     if history is None:
         history = history_with(mailbox, delivery, dead)
@@ -69,7 +69,7 @@ def completed(mailbox: Mailbox[Any, Any], delivery: ClaimedMessage, dead: Dead) 
 
 
 def failure_reply(message: Message[Any, Any], error: BaseException | str) -> Envelope | None:
-    """What tells the requester of ``message`` that there will be no result, or None where its sender did not ask for that."""
+    """Return the reply that tells the requester of ``message`` of its failure, or None if its sender did not ask for that."""
     return completed(message.mailbox, message.delivery, Dead.of(error)).reply
 
 
@@ -80,7 +80,7 @@ def _error_reply(mailbox: Mailbox[Any, Any], message_id: str, reply_to: str, err
 
 
 def _as_json(mailbox: Mailbox[Any, Any], body: Any) -> Any:
-    """The body of a reply as other stores take it."""
+    """Return the body of a reply as other stores take it."""
     if type(body) is not Unserialized:
         return body
     return b"null" if body.body is None else mailbox.reply_codec.encode(body.body)
@@ -90,7 +90,7 @@ def _as_json(mailbox: Mailbox[Any, Any], body: Any) -> Any:
 
 
 def is_local(mailbox: Mailbox[Any, Any], reply: Envelope) -> bool:
-    """Whether a reply goes to the store of ``mailbox``."""
+    """True if a reply goes to the store of ``mailbox``."""
     return mailbox.backend.local_name(reply.reply_to or "") is not None
 
 
@@ -142,7 +142,7 @@ async def tell_cancelled(mailbox: Mailbox[Any, Any], message_id: str, reply_to: 
 
 
 def open_mailboxes() -> WeakSet[Mailbox[Any, Any]]:
-    """The mailboxes that are open on the running event loop."""
+    """Return the mailboxes that are open on the running event loop."""
     found: WeakSet[Mailbox[Any, Any]] = process.shared("open mailboxes", f"{id(process.event_loop())}", WeakSet)
     return found
 
@@ -193,7 +193,7 @@ class ReplyRouter:
         self._requester: Requester | None = None
 
     def requester(self, mailbox: Mailbox[Any, Any]) -> Requester:
-        """What receives the replies to the requests that ``mailbox`` sends, as long as the scope is open."""
+        """Return what receives the replies to the requests that ``mailbox`` sends, as long as the scope is open."""
         if self._requester is None:
             self._requester = Requester(mailbox, self._scope)
         return self._requester
@@ -229,7 +229,7 @@ class ReplyRouter:
             raise MailboxConnectionError(f"{url!r} has not taken the reply within {SEND_TIMEOUT:g} s") from None
 
     async def _mailbox_at(self, url: str, find: Callable[[str], Mailbox[Any, Any]]) -> _ReplyMailbox:
-        """The mailbox at ``url``, with one more user."""
+        """Return the mailbox at ``url``, with one more user."""
         lock = self._opening.setdefault(url, anyio.Lock())
         async with lock:
             entry = self._open.pop(url, None)

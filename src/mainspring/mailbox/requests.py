@@ -67,11 +67,11 @@ class PendingReply(Generic[R]):
 
     @property
     def is_ready(self) -> bool:
-        """Whether the reply, or the news that there will be none, has come."""
+        """True if the reply, or the news that there will be none, has come."""
         return self._ready.is_set()
 
     async def result(self, *, timeout: float) -> R:
-        """The reply; waits for it at most ``timeout`` seconds. May be asked again, also after a timeout.
+        """Return the reply; waits for it at most ``timeout`` seconds. May be asked again, also after a timeout.
 
         :raises RequestTimeoutError: no reply has come; the request stays where it is.
         :raises RequestFailedError: the request was dead-lettered.
@@ -122,7 +122,7 @@ class Requester:
         self._waiting: WeakValueDictionary[str, PendingReply[Any]] = WeakValueDictionary()
 
     async def _address(self) -> str:
-        """The name of the mailbox for the replies, which is open from the first request on."""
+        """Return the name of the mailbox for the replies, which is open from the first request on."""
         async with self._lock:
             if self._box is None:
                 self._box = await self._scope.start(self._collect, name=f"replies for mailbox {self.mailbox.name}")
@@ -174,7 +174,7 @@ class Requester:
         self._scope.start_soon(self._cancel, message_id, name=f"withdrawal of request {message_id}")
 
     async def look_for_death(self, pending: PendingReply[Any]) -> None:
-        """Whether the request is a dead letter."""
+        """True if the request is a dead letter."""
         try:
             for _, dead, _ in await self.mailbox.backend.find_dead_letters([pending.id]):
                 self.end(pending.id, _failed(pending.id, dead.error, dead.error_type))

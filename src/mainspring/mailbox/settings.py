@@ -103,11 +103,11 @@ class MailboxURL:
 
     @property
     def shown(self) -> str:
-        """:attr:`bare` without the login."""
+        """The URL as in :attr:`bare`, without the login."""
         return shown(self.bare)
 
     def hosts(self, default: int) -> tuple[Host, ...]:
-        """The hosts and their ports; raises :class:`ConfigError` for what is neither. No host at all is ``localhost``."""
+        """Return the hosts and their ports. Raise :class:`ConfigError` for what is neither. No host at all is ``localhost``."""
         return tuple(self._host(place, default) for place in self.places.split(","))
 
     def _host(self, place: str, default: int) -> Host:
@@ -185,7 +185,7 @@ def _query(url: str, query: str) -> tuple[tuple[str, str], ...]:
 
 
 def _check_login(url: str) -> None:
-    """A password's ``/``, ``?``, ``#`` or ``@`` ends what is read as the login: say so, and show nothing of what is left."""
+    """Raise if a ``/``, ``?``, ``#`` or ``@`` in a password ends what is read as the login. Show nothing of the rest."""
     scheme, _, rest = url.partition("://")
     if scheme in _WITHOUT_HOST:
         return
@@ -226,7 +226,7 @@ def with_query(url: str, given: dict[str, Any], model: type[Options]) -> tuple[M
 
 
 def reads_query(model: type[Options]) -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """For a constructor whose first parameter is a URL: it gets that without its query, and the options there as keywords."""
+    """Give a constructor whose first parameter is a URL that URL without its query, and the options there as keywords."""
 
     def decorate(init: Callable[P, None]) -> Callable[P, None]:
         first = list(signature(init).parameters)[1]
@@ -244,7 +244,7 @@ def reads_query(model: type[Options]) -> Callable[[Callable[P, None]], Callable[
 
 
 def name_at(address: str, model: type[Options], is_here: Callable[[MailboxURL], bool]) -> str | None:
-    """The name of the mailbox that an address means where its URL ``is_here``, else None. What is no URL is a name."""
+    """Return the name of the mailbox that an address means where its URL ``is_here``, else None. What is no URL is a name."""
     if "://" not in address:
         return address
     try:

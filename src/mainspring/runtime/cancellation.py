@@ -87,7 +87,7 @@ def _forget_native_cancels() -> bool:
 
 
 def native_cancels() -> Callable[[], int]:
-    """A function that says how many native cancellations of this task are counted; on trio, which has none, 0."""
+    """Return a function that says how many native cancellations of this task are counted; on trio, which has none, 0."""
     if async_library() == "trio":
         return int
     import asyncio

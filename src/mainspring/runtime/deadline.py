@@ -55,7 +55,7 @@ class Deadline:
 
     @classmethod
     def after(cls, seconds: float) -> Deadline:
-        """The one that is ``seconds`` (0 or more) from now."""
+        """Return the deadline that is ``seconds`` (0 or more) from now."""
         try:
             if is_number(seconds, 0):
                 return cls(_now() + timedelta(seconds=seconds))
@@ -65,20 +65,20 @@ class Deadline:
 
     @staticmethod
     def current() -> Deadline | None:
-        """The one that this code runs under, by a scope or by the message that it handles; or None."""
+        """Return the deadline that this code runs under, by a scope or by the message that it handles, or None."""
         return _current.get()
 
     def remaining(self) -> float:
-        """Seconds until then; 0 when it has passed."""
+        """Return seconds until then; 0 when it has passed."""
         return max(0.0, -self.overdue())
 
     def overdue(self) -> float:
-        """Seconds since then; negative while it is still to come."""
+        """Return seconds since then; negative while it is still to come."""
         return (_now() - self.at).total_seconds()
 
     @property
     def passed(self) -> bool:
-        """Whether it has passed."""
+        """True if the deadline has passed."""
         return self.overdue() >= 0
 
     @contextmanager
@@ -111,7 +111,7 @@ def enter(deadline: Deadline) -> None:
 
 
 def with_deadline(headers: Mapping[str, str] | None, deadline: Deadline | Inherited | None) -> Mapping[str, str] | None:
-    """The headers of a message to be sent: with the deadline given, with none where that is None, or as it is inherited."""
+    """Return the headers of a message to be sent, with the deadline that is given (None: without one) or inherited."""
     if deadline == "inherit":
         deadline = _current.get()
         if deadline is None:
@@ -124,12 +124,12 @@ def with_deadline(headers: Mapping[str, str] | None, deadline: Deadline | Inheri
 
 
 def without_deadline(headers: Mapping[str, str]) -> Mapping[str, str]:
-    """The headers without that of a deadline."""
+    """Return the headers without that of a deadline."""
     return {key: value for key, value in headers.items() if key != HEADER} if HEADER in headers else headers
 
 
 def deadline_of(headers: Mapping[str, Any]) -> Deadline | None:
-    """The deadline of a message with these headers.
+    """Return the deadline of a message with these headers.
 
     :raises SerializationError: the header is no instant.
     """
@@ -145,7 +145,7 @@ def deadline_of(headers: Mapping[str, Any]) -> Deadline | None:
 
 
 def _now() -> datetime:
-    """The date, of the event loop's clock also in a worker thread of its own, which cannot read a virtual one."""
+    """Return the date, of the event loop's clock also in a worker thread of its own, which cannot read a virtual one."""
     if not in_event_loop():
         try:
             return from_thread.run_sync(clock.utc_now)

@@ -46,7 +46,7 @@ class Heartbeat:
                 _log.exception("the heartbeat callback %r raised", callback)
 
     def elapsed(self) -> float:
-        """Seconds since the last beat."""
+        """Return seconds since the last beat."""
         real, virtual = self._stamp
         running = clock.virtual_clock()
         if running is None:
@@ -74,6 +74,6 @@ class Heartbeat:
 
 
 def _now() -> tuple[float, float | None]:
-    """The monotonic clock, and the virtual one where it rules: one object, so that another thread never sees half."""
+    """Return the monotonic clock, or the virtual one if that rules: one object, so that another thread never sees half."""
     running = clock.virtual_clock()
     return clock.monotonic(), None if running is None else float(running.current_time())

@@ -34,7 +34,7 @@ def _look_up(host: str) -> list[str]:
 
 
 def _in_turn(found: Iterable[tuple[Any, ...]]) -> list[str]:
-    """The addresses, those of IPv6 and IPv4 by turns, beginning with the family that the system prefers."""
+    """Return the addresses of IPv6 and IPv4 by turns, beginning with the family that the system prefers."""
     addresses = list(dict.fromkeys((family, str(place[0])) for family, _, _, _, place in found))
     first = addresses[0][0]
     preferred = [address for family, address in addresses if family == first]

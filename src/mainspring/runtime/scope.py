@@ -45,7 +45,7 @@ class Daemon:
 
     @property
     def done(self) -> bool:
-        """Whether its task has ended."""
+        """True if its task has ended."""
         return self._done.is_set()
 
     @property
@@ -303,7 +303,7 @@ class DaemonScope:
             daemon.ask()
 
     def _check(self, fn: Callable[..., object], name: str | None, stop: Callable[[], object] | None, how: str) -> str:
-        """The name of the task; raises where it cannot be started by the method ``how``."""
+        """Return the name of the task. Raise if it cannot be started by the method ``how``."""
         self._entered()
         label = name or getattr(fn, "__qualname__", None) or repr(fn)
         in_thread = how == "start_thread"
@@ -343,7 +343,7 @@ def _without_cancellations(errors: BaseExceptionGroup[BaseException]) -> BaseExc
 
 
 def lone_error(error: BaseException) -> BaseException:
-    """The one error inside nested groups of one, or ``error`` itself where there are several."""
+    """Return the one error inside nested groups of one, or ``error`` itself if there are several."""
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     return error

@@ -49,12 +49,13 @@ class ShutdownReport:
 
     @property
     def clean(self) -> bool:
-        """Whether everything ended by itself."""
+        """True if everything ended by itself."""
         return all(part.ending is Ending.FINISHED for part in self.parts) and self.forced_by is None
 
     @property
     def exit_status(self) -> int:
-        """0 clean, 70 work had to be cancelled, 128 + n forced by a second signal n, 1 a loop crashed (and ``run`` raises)."""
+        """The exit status: 0 clean, 70 work had to be cancelled, 128 + n forced by a second signal n, 1 a loop crashed
+        (then ``run`` raises)."""
         if self.forced_by is not None:
             return EXIT_BY_SIGNAL + self.forced_by
         endings = {part.ending for part in self.parts}

@@ -72,7 +72,7 @@ class EarlySignals:
             os._exit(128 + signum)
 
     def take(self, signum: int) -> int:
-        """How often ``signum`` was held; it is forgotten here."""
+        """Return how often ``signum`` was held; it is forgotten here."""
         count = self.held.count(signum)
         for _ in range(count):
             self.held.remove(signum)
@@ -292,7 +292,7 @@ class ShutdownCoordinator:
 
     @classmethod
     def get(cls) -> ShutdownCoordinator | None:
-        """The process's current coordinator, or None: the outermost one of those that are entered, or an installed one."""
+        """Return the process's current coordinator, or None: the outermost one that is entered, or an installed one."""
         return next(iter(cls._all()), None)
 
     @classmethod
@@ -351,7 +351,7 @@ class ShutdownCoordinator:
 
     @property
     def triggered(self) -> bool:
-        """Whether a shutdown was asked for."""
+        """True if a shutdown was asked for."""
         return self._triggered
 
     def register(self, callback: Callable[[], object]) -> None:
@@ -505,7 +505,7 @@ class ShutdownCoordinator:
 
     @asynccontextmanager
     async def _entered(self, signals: Iterable[int]) -> AsyncIterator[None]:
-        """As ``async with``, and receive these signals besides."""
+        """Enter as by ``async with``, and receive these signals besides."""
         block = await self._enter(tuple(dict.fromkeys((*self.signals, *signals))))
         try:
             yield

@@ -163,7 +163,7 @@ class _Page:
         self._collected: Sequence[Metric] | None = None
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing is collected when this is registered, only when it is scraped."""
+        """Return nothing: what there is, only a scrape collects."""
         return ()
 
     def collect(self) -> Iterable[Metric]:
@@ -245,7 +245,7 @@ class _Collector:
     # ------------------------------------------------------------------------------------------------------- scraping
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing is asked of the source when this is registered, only when it is scraped."""
+        """Return nothing: the source is asked by a scrape only."""
         return ()
 
     def collect(self) -> Iterable[Metric]:

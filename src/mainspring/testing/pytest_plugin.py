@@ -135,7 +135,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 @pytest.fixture
 def mainspring_seed(request: pytest.FixtureRequest) -> int:
-    """The seed of this test, for ``run_virtual(fn, seed=mainspring_seed)`` and the like. It is printed if the test fails.
+    """Return the seed of this test, for ``run_virtual(fn, seed=mainspring_seed)``. It is printed if the test fails.
 
     It is ``--mainspring-seed``, or else a number derived from the test's name, equal in each run.
     """

@@ -224,7 +224,7 @@ class LoopCore:
         return LoopThreadState.STARTING if self._started else LoopThreadState.IDLE
 
     def is_foreign(self) -> bool:
-        """Whether another process, from which this one was forked, has started it."""
+        """True if another process, from which this one was forked, has started it."""
         return self._pid is not None and self._pid != os.getpid()
 
     def _check_process(self) -> None:
@@ -238,7 +238,7 @@ class LoopCore:
         self._pid = os.getpid()
 
     def not_running(self) -> LoopNotRunningError:
-        """The error of what it cannot take (any more)."""
+        """Return the error of what it cannot take (any more)."""
         state = self.state
         advice = "start() it first" if state is LoopThreadState.IDLE else "make a new LoopThread"
         return LoopNotRunningError(f"{self} is {state}; {advice}")
@@ -272,7 +272,7 @@ class LoopCore:
         call_soon(self._loop, fn)
 
     def _interrupts_a_call(self) -> bool:
-        """Whether this is a signal handler in the midst of a call into trio, of which the loop needs a lock in order to end.
+        """True if this is a signal handler in the midst of a call into trio, of which the loop needs a lock in order to end.
 
         Asked of the stack: a mark that each call sets and takes back would stay where a KeyboardInterrupt comes in between.
         """
@@ -347,7 +347,7 @@ class LoopCore:
         return self.clean
 
     def _is_within(self) -> bool:
-        """Whether this is a part of what has to end first."""
+        """True if this is a part of what has to end first."""
         return self._thread is threading.current_thread() or _within.get(None) is self
 
     def _stop_within(self, timeout: float | None) -> float:

@@ -87,13 +87,13 @@ class Ticket(Generic[T]):
             raise self._twice("failed")
 
     def offer(self, value: T) -> bool:
-        """As :meth:`complete`, where others may answer too: a later answer is dropped; whether this one was the first."""
+        """Do as :meth:`complete`, but drop a later answer. Return True if this one was the first."""
         return self._settle(value, None)
 
     def offer_error(self, error: BaseException, *, work: str | None = None) -> bool:
-        """As :meth:`fail`, where others may answer too: a later answer is dropped; whether this one was the first.
+        """Do as :meth:`fail`, but drop a later answer. Return True if this one was the first.
 
-        If the error is told nowhere else, pass as ``work`` what has failed: the logger ``mainspring`` tells of it where the
+        If the error is told nowhere else, pass as ``work`` what has failed: the logger ``mainspring`` tells of it if the
         ticket is dropped unread.
 
         :raises InvalidParameterError: ``error`` is no exception.
@@ -103,7 +103,7 @@ class Ticket(Generic[T]):
         return self._settle(None, error, None if work is None else UnreadError(error, work))
 
     def writer(self) -> TicketWriter[T]:
-        """The writer's hold on the ticket: where it is dropped, or its block left, without an answer, the ticket fails.
+        """Return the writer's hold on the ticket. If it is dropped, or its block left, without an answer, the ticket fails.
 
         :raises ConfigError: it was taken before; a ticket has one writer.
         """
@@ -114,7 +114,7 @@ class Ticket(Generic[T]):
         return TicketWriter(self)
 
     def _settle(self, value: T | None, error: BaseException | None, unread: UnreadError | None = None) -> bool:
-        """Store the answer, once; whether it was the first."""
+        """Store the answer, once. Return True if it was the first."""
         if not self._once.acquire(blocking=False):
             if unread is not None:
                 unread.is_read = True  # it is no answer
@@ -139,7 +139,7 @@ class Ticket(Generic[T]):
 
     @property
     def is_ready(self) -> bool:
-        """Whether it has been completed or has failed."""
+        """True if it has been completed or has failed."""
         return self._ready
 
     async def wait(self, timeout: float | None = None) -> T:
@@ -284,7 +284,7 @@ class TicketWriter(Generic[T]):
 
     @property
     def is_ready(self) -> bool:
-        """Whether it has been completed or has failed."""
+        """True if it has been completed or has failed."""
         return self._ticket.is_ready
 
     def complete(self, value: T) -> None:
@@ -296,11 +296,11 @@ class TicketWriter(Generic[T]):
         self._ticket.fail(error)
 
     def offer(self, value: T) -> bool:
-        """As :meth:`Ticket.offer`."""
+        """Do as :meth:`Ticket.offer`."""
         return self._ticket.offer(value)
 
     def offer_error(self, error: BaseException) -> bool:
-        """As :meth:`Ticket.offer_error`."""
+        """Do as :meth:`Ticket.offer_error`."""
         return self._ticket.offer_error(error)
 
     def __enter__(self) -> Self:

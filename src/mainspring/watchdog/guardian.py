@@ -128,17 +128,17 @@ _DUMP_SIGNAL = "dump signal"
 
 
 def dump_signal() -> DumpSignal:
-    """The process's one."""
+    """Return the process's one."""
     return process.shared("guardian", _DUMP_SIGNAL, DumpSignal)
 
 
 def free_signal(in_use: int, candidates: range) -> int:
-    """The first candidate whose bit in the mask ``in_use`` (signal 1 is bit 0) is not set; 0 for none."""
+    """Return the first candidate whose bit in the mask ``in_use`` (signal 1 is bit 0) is not set; 0 for none."""
     return next((number for number in candidates if not in_use >> (number - 1) & 1), 0)
 
 
 def _signals_in_use() -> int:
-    """What the kernel knows of this process: unlike ``signal.getsignal`` it has the handlers set from C as well."""
+    """Return what the kernel knows of this process: unlike ``signal.getsignal`` it has the handlers set from C as well."""
     in_use = 0
     try:
         with open("/proc/self/status", encoding="utf-8", errors="replace") as file:

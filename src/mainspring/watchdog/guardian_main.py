@@ -35,7 +35,7 @@ LONGEST_LOOK = 1.0
 
 
 def look_interval(threshold: float) -> float:
-    """Seconds between two looks, and between two beats: a tenth of the threshold, at most ``LONGEST_LOOK``."""
+    """Return seconds between two looks, and between two beats: a tenth of the threshold, at most ``LONGEST_LOOK``."""
     return min(threshold / 10, LONGEST_LOOK)
 
 
@@ -61,7 +61,7 @@ class Silence:
         self._armed = now
 
     def look(self, now: float, beat: float) -> float:
-        """Seconds of silence at ``now``; ``beat`` is the last beat's instant, or 0 if no loop is to be judged."""
+        """Return seconds of silence at ``now``; ``beat`` is the last beat's instant, or 0 if no loop is to be judged."""
         self.late = now - self._due > self._tolerance
         if self.late or beat == 0:
             self.rearm(now)
@@ -69,7 +69,7 @@ class Silence:
 
 
 def state_of(stat: str) -> str:
-    """The state letter out of the text of ``/proc/PID/stat``, whatever the program's name has in it."""
+    """Return the state letter out of the text of ``/proc/PID/stat``, whatever the program's name has in it."""
     return stat.rpartition(")")[2].split()[0]
 
 
@@ -90,7 +90,7 @@ class Ward:
 
     @property
     def gone(self) -> bool:
-        """Whether it has ended: a fork of it can hold the pipe open, so the pipe alone does not say."""
+        """True if it has ended: a fork of it can hold the pipe open, so the pipe alone does not say."""
         return os.getppid() != self.pid
 
     @property

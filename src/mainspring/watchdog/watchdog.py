@@ -47,13 +47,13 @@ class Subject(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether it has ended."""
+        """True if it has ended."""
 
     def beat_age(self) -> float:
-        """Seconds since its last beat."""
+        """Return seconds since its last beat."""
 
     def where(self) -> str:
-        """The line it stands on."""
+        """Return the line it stands on."""
 
     def stall(self, error: HandlerStalledError) -> None:
         """Cancel it; it counts as a charged attempt."""
@@ -168,7 +168,7 @@ class Pardons:
             self._late.append((now, seconds))
 
     def since(self, then: float) -> float:
-        """How much of the time since ``then`` is pardoned."""
+        """Return how much of the time since ``then`` is pardoned."""
         return sum(min(seconds, when - then) for when, seconds in self._late if when > then)
 
     def forget_before(self, then: float) -> None:

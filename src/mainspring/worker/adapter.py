@@ -69,12 +69,12 @@ class Form:
         return accepted, any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
 
     def accepted(self, keywords: dict[str, Any]) -> dict[str, Any]:
-        """Those of ``keywords`` that it takes."""
+        """Return those of ``keywords`` that the method takes."""
         return {name: value for name, value in keywords.items() if self._any or name in self._keywords}
 
 
 def value_of(owner: object, name: str, default: Any = None) -> Any:
-    """An attribute, or what the plain function of that name returns; ``default`` where it is async or missing."""
+    """Return an attribute, or what the plain function of that name returns; ``default`` where it is async or missing."""
     found = getattr(owner, name, default)
     if inspect.isroutine(innermost(found)):
         method: Callable[[], Any] = found
@@ -234,7 +234,7 @@ class LoopAdapter:
         return value_of(self.loop, "heartbeat") or _UNJUDGED
 
     def announce_shutdown(self) -> None:
-        """A foreign loop hears of a shutdown when it is told to stop."""
+        """Do nothing: a foreign loop learns of a shutdown when it is told to stop."""
 
     def stop_intake(self) -> None:
         """Have its ``shutdown`` called."""
@@ -254,7 +254,7 @@ class LoopAdapter:
         self._call(partial(self._switch, "resume", False))
 
     async def wait_paused(self) -> None:
-        """It is paused when its ``pause`` has returned."""
+        """Return at once: the loop is paused when its ``pause`` has returned."""
 
     def _switch(self, name: str, paused: bool) -> None:
         ran(getattr(self.loop, name)(), f"{name}() of loop {self.name!r}")
@@ -290,12 +290,12 @@ class LoopAdapter:
 
     @property
     def in_flight(self) -> int:
-        """What it says, where it says so."""
+        """What the loop says of itself, if it does."""
         return int(_option(self.loop, "in_flight", 0))
 
     @property
     def trouble(self) -> str | None:
-        """What it says, where it says so."""
+        """What the loop says of itself, if it does."""
         trouble: str | None = _option(self.loop, "trouble", None)
         return trouble
 
@@ -315,11 +315,11 @@ class _AdapterRun:
         self._scope = scope
 
     def beat_age(self) -> float:
-        """Seconds since the loop's heartbeat."""
+        """Return seconds since the loop's heartbeat."""
         return self._loop.heartbeat.elapsed()
 
     def where(self) -> str:
-        """The line that its ``run`` waits on, or executes in its thread; tasks of its own making are not known."""
+        """Return the line that its ``run`` waits on, or executes in its thread; tasks of its own making are not known."""
         return where(self.coroutine) if self.thread is None or self.thread.done else self.thread.where
 
     def stall(self, error: HandlerStalledError) -> None:

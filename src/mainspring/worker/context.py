@@ -38,7 +38,7 @@ class Context:
 
     @property
     def attempt(self) -> int:
-        """Which charged attempt this is, from 1."""
+        """The number of this charged attempt, from 1."""
         return self._delivery.message.attempt
 
     @property
@@ -63,12 +63,12 @@ class Context:
         return None if left is None else self._delivery.clocks.utc_now() + timedelta(seconds=left)
 
     def remaining(self) -> float | None:
-        """Seconds until the deadline (0 when it has passed), or None where there is none."""
+        """Return seconds until the deadline (0 when it has passed), or None if there is none."""
         return self._delivery.remaining()
 
     @property
     def shutting_down(self) -> bool:
-        """Whether the loop has been told to stop: a good moment to checkpoint and return or raise ``Retry``."""
+        """True if the loop has been told to stop: a good moment to checkpoint and return or raise ``Retry``."""
         return self._delivery.shutting_down.is_set()
 
     async def wait_shutting_down(self) -> None:
@@ -77,7 +77,7 @@ class Context:
 
     @property
     def restored(self) -> Any:
-        """What an earlier delivery of this message last gave to :meth:`checkpoint`, or None."""
+        """The state that an earlier delivery of this message last gave to :meth:`checkpoint`, or None."""
         return self._kept().restored
 
     async def checkpoint(self, state: Any) -> None:
@@ -134,7 +134,7 @@ class Context:
         await self._kept().end(call.call if isinstance(call, ToolCallBlock) else call)
 
     def transaction(self) -> AbstractAsyncContextManager[Any]:
-        """A transaction of the mailbox's database: what the handler writes in it and the acknowledgement commit together.
+        """Return a transaction of the mailbox's database: the handler's writes and the acknowledgement commit together.
 
         ``async with ctx.transaction() as connection:`` yields the driver's connection (PostgreSQL: a psycopg
         ``AsyncConnection``). So an effect is applied exactly once, however often the message is delivered: where the lease

@@ -135,11 +135,11 @@ class Delivery:
 
     @property
     def done(self) -> bool:
-        """Whether no handler of it runs: it was claimed ahead, or is being settled, for which there is another deadline."""
+        """True if no handler of it runs: it was claimed ahead, or is being settled, for which there is another deadline."""
         return self.phase != Phase.HANDLING
 
     def beat(self) -> None:
-        """A sign of life, its loop's too; from the event loop or from the handler's thread."""
+        """Note a sign of life, for its loop too; from the event loop or from the handler's thread."""
         self._heartbeat.beat()
         try:
             self.last_beat = anyio.current_time()
@@ -147,7 +147,7 @@ class Delivery:
             self._beaten_elsewhere = True
 
     def beat_age(self) -> float:
-        """Seconds since the last beat."""
+        """Return seconds since the last beat."""
         now = self._clock()
         if self._beaten_elsewhere:
             self._beaten_elsewhere = False
@@ -155,18 +155,18 @@ class Delivery:
         return max(0.0, now - self.last_beat)
 
     def progress(self, done: float, total: float | None) -> None:
-        """How far the work is."""
+        """Note how far the work is."""
         self.progress_made = (done, total)
         self.beat()
 
     def where(self) -> str:
-        """The line it stands on: of its coroutine, or of its thread where it runs in one; or that it is being settled."""
+        """Return the line that the coroutine or thread of its handler stands on, or that it is being settled."""
         if self.phase == Phase.SETTLING:
             return f"the settlement of message {self.message_id}: its mailbox has not answered"
         return where_thread(self.thread_id) if self.thread_id is not None else where(self.coroutine)
 
     def remaining(self) -> float | None:
-        """Seconds until ``handler_timeout`` strikes or the message's own deadline passes, or None; in any thread."""
+        """Return seconds until ``handler_timeout`` strikes or the message's own deadline passes, or None; in any thread."""
         return None if self.deadline is None else max(0.0, self.deadline - self.clocks.now())
 
     # ------------------------------------------------------------------------------------------------- cancellation
@@ -186,7 +186,7 @@ class Delivery:
         self.scope.deadline = end
 
     def wait_for_worker(self, waits: bool) -> None:
-        """It has to wait for a worker, or has one now: in between its timeout stands still, as it is not at work."""
+        """Stop its timeout while it waits for a worker, as it is not at work; let it go on when it has one."""
         self.waits = waits
         now = self._clock()
         if waits:
@@ -206,7 +206,7 @@ class Delivery:
         return True
 
     def revoke(self) -> None:
-        """Its message was cancelled: nothing is to be done for it any more, and nothing to be settled."""
+        """Cancel the handler: its message was cancelled, so nothing is to be settled."""
         if self.phase < Phase.ENDED and not self.message.is_settled:
             self.lost = self.revoked = True
             self.renew_at = math.inf
@@ -214,11 +214,11 @@ class Delivery:
 
     @property
     def fate(self) -> Decision:
-        """What to call its end, where it is ``lost``."""
+        """The outcome to report for it, if it is ``lost``."""
         return CANCELLED if self.revoked else LOST
 
     def stall(self, error: HandlerStalledError) -> None:
-        """The watchdog's verdict: cancel it, as a failed attempt."""
+        """Cancel it as a failed attempt, for the watchdog."""
         self.error = error
         del error  # on trio the traceback of the cancellation, which becomes its cause, refers to this frame
         self.cancel(Cause.STALLED)
@@ -229,11 +229,11 @@ class Delivery:
             self.scope.cancel()
 
     def too_late(self, due: Deadline) -> DeadlineExceededError:
-        """The error of a message whose deadline has passed."""
+        """Return the error of a message whose deadline has passed."""
         return DeadlineExceededError(f"the deadline of the message, {due}, passed before it was done")
 
     def timed_out(self, seconds: float) -> HandlerTimeoutError:
-        """The error of a handler that ``handler_timeout`` has cancelled."""
+        """Return the error of a handler that ``handler_timeout`` has cancelled."""
         return HandlerTimeoutError(f"the handler ran longer than its handler_timeout of {seconds:g} s")
 
 
@@ -349,7 +349,7 @@ class HandlerRuns:
         delivery.end_within(self._timeout, due)
 
     def _begin(self, delivery: Delivery, body: Any) -> Coroutine[Any, Any, Any]:
-        """What runs the handler, with its context, in a thread, and inside of the wrappers."""
+        """Return the coroutine that runs the handler, with its context, in a thread if need be, inside of the wrappers."""
         args: tuple[Any, ...] = (body,)
         if self._wants_context:
             delivery.clocks = self._clocks
@@ -363,7 +363,7 @@ class HandlerRuns:
         return self.cancelled or scope.cancel_called
 
     def _prepare(self, delivery: Delivery, now: float) -> tuple[Any, Deadline | None] | Decision:
-        """What the handler is to be called with, and its message's deadline; or what the message's end is without a call."""
+        """Return the handler's arguments and the message's deadline, or a decision if the handler is not to be called."""
         message = delivery.message
         claimed = message.delivery
         if (
@@ -385,7 +385,7 @@ class HandlerRuns:
         return after_deadline(delivery.too_late(due)) if due is not None and due.passed else (body, due)
 
     async def _wrapped(self, message: Message[Any, Any], args: tuple[Any, ...]) -> Any:
-        """The handler's call inside of the wrappers, of which the last one is the outermost."""
+        """Return the handler's call inside of the wrappers, of which the last one is the outermost."""
         begun: list[Coroutine[Any, Any, Any]] = []
 
         def checked(call: Callable[[], Awaitable[Any]], name: str) -> Callable[[], Awaitable[Any]]:
@@ -422,7 +422,7 @@ class HandlerRuns:
         return Decision(Outcome.ACKNOWLEDGED, Ack(self._mailbox.reply_to(message, result)))
 
     def _failed(self, delivery: Delivery, scope: anyio.CancelScope, error: BaseException) -> Decision:
-        """What an error means; one that came because the engine cancelled the handler means what the engine meant."""
+        """Decide what an error of the handler means. If the engine cancelled the handler, the reason for that counts."""
         cause = delivery.cause
         if cause is None and scope.cancel_called:
             cause = Cause.TIMEOUT
@@ -444,7 +444,7 @@ class HandlerRuns:
         return self.judge(delivery, verdict)
 
     def judge(self, delivery: Delivery, error: BaseException) -> Decision:
-        """What a failure of the handler, or of its reply, means for the message."""
+        """Decide what a failure of the handler, or of its reply, means for the message."""
         return self._after(delivery, error, self._settings.dead_letter)
 
     def _after(self, delivery: Delivery, error: BaseException, dead_letter: DeadLetterPolicy) -> Decision:
@@ -467,7 +467,7 @@ class HandlerRuns:
         return decision
 
     async def _cancelled(self, delivery: Delivery, scope: anyio.CancelScope, error: BaseException) -> Decision | None:
-        """What a cancellation means; None where it goes on its way, with ``delivery.decision`` saying that."""
+        """Decide what a cancellation means. Return None if it must go on: then ``delivery.decision`` says it."""
         if not scope.cancel_called and await is_spurious_cancellation():
             # The handler raised it by itself (a cancelled future, say), or its task was cancelled from outside of anyio.
             why = "the handler raised a spurious cancellation; catch it where it arises"
@@ -477,19 +477,19 @@ class HandlerRuns:
 
 
 def _as_failure(error: BaseException, why: str) -> TaskExitError:
-    """The failure that stands for what is none by its kind."""
+    """Return a failure that stands for an error which is none by its kind, such as a cancellation."""
     failure = TaskExitError(why)
     failure.__cause__ = error
     return failure
 
 
 def _with_history(decision: Decision, history: str | None) -> Decision:
-    """The decision with what the message's history is from now on."""
+    """Return the decision with the message's history from now on."""
     if history is None or not isinstance(decision.settlement, Nack | Dead):
         return decision
     return decision._replace(settlement=replace(decision.settlement, history=history))
 
 
 def _makes_way(delivery: Delivery, error: BaseException) -> bool:
-    """Whether a handler gives its message back for a shutdown: to the front then, as if it had been cancelled for it."""
+    """True if a handler releases its message for a shutdown: it then goes to the front, as if cancelled for it."""
     return isinstance(error, Retry) and not error.charge and not error.delay and delivery.shutting_down.is_set()

@@ -43,7 +43,7 @@ class Handler(NamedTuple):
     reply_type: Any
 
     def pool(self, offload: OffloadPool | str | None, workers: int) -> OffloadPool | None:
-        """The pool that a plain function runs in: the one given, or one of ``workers`` threads or processes.
+        """Return the pool that a plain function runs in: the one given, or one of ``workers`` threads or processes.
 
         :raises ConfigError: the handler cannot run there.
         """
@@ -83,7 +83,7 @@ class Handler(NamedTuple):
             raise ConfigError(f"handler {error}") from None
 
     def caller(self, pool: OffloadPool | None) -> Callable[..., Coroutine[Any, Any, Any]]:
-        """What the worker awaits: the coroutine function itself, or, for a plain function, ``(run, *args)`` in the pool.
+        """Return what the worker awaits: the coroutine function itself, or, for a plain function, ``(run, *args)`` in the pool.
 
         A cancelled handler's process is killed. A thread (or an interpreter) cannot be cancelled: the worker waits for it to
         return (it can look at ``ctx.shutting_down`` or call ``anyio.from_thread.check_cancelled()``), and its lease is kept
@@ -164,7 +164,7 @@ def check_wrapper(wrapper: Any) -> None:
 
 
 def _parameters(name: str, signature: inspect.Signature) -> list[inspect.Parameter]:
-    """Its positional parameters, which are to be one or two."""
+    """Return its positional parameters, which are to be one or two."""
     parameters = signature.parameters.values()
     positional = [p for p in parameters if p.kind in _POSITIONAL]
     required = [p for p in positional if p.default is inspect.Parameter.empty]
@@ -204,7 +204,7 @@ def _wants_context(name: str, signature: inspect.Signature, annotations: _Annota
 
 
 def _alternatives(kind: Any) -> tuple[Any, ...]:
-    """The types that an annotation allows: several of a union."""
+    """Return the types that an annotation allows: several of a union."""
     if typing.get_origin(kind) is typing.Annotated:
         return _alternatives(typing.get_args(kind)[0])
     if typing.get_origin(kind) in (typing.Union, UnionType):
@@ -243,14 +243,14 @@ class _Annotations:
             self._raw = {}
 
     def known(self, what: str) -> Any:
-        """The type of a parameter (or of ``"return"``), or None where there is none or it cannot be resolved."""
+        """Return the type of a parameter (or of ``"return"``), or None if there is none or it cannot be resolved."""
         try:
             return self._resolve(what)
         except Exception:
             return None
 
     def needed(self, what: str) -> Any:
-        """As :meth:`known`, but a :class:`ConfigError` where it cannot be resolved."""
+        """Return what :meth:`known` does. Raise :class:`ConfigError` if it cannot be resolved."""
         try:
             return self._resolve(what)
         except Exception as error:  # an annotation may be any expression, and so raise anything

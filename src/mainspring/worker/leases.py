@@ -92,7 +92,7 @@ class LeaseKeeper:
             self._timer.wake_by(oldest + self._first)
 
     def revoke(self, message_ids: Collection[str]) -> None:
-        """Messages were cancelled by their ids: the handlers of those that are here end, as their leases have."""
+        """End the handlers of these messages, which were cancelled by their ids; their leases have ended."""
         for delivery in list(self._deliveries):
             if delivery.message_id in message_ids:
                 delivery.revoke()
@@ -134,14 +134,14 @@ class LeaseKeeper:
             self._tasks.start_soon(self._renew, delivery)
 
     def _has_beaten(self, delivery: Delivery, now: float) -> bool:
-        """Whether the handler has given a sign of life since the last renewal; that it was started is none of its own.
+        """True if the handler has given a sign of life since the last renewal; that it was started is none of its own.
 
         One that still waits for a worker cannot give any, and is not stuck.
         """
         return delivery.waits or now - delivery.beat_age() > max(delivery.renewed_at, delivery.started)
 
     def _answers(self, *, again: bool = False) -> None:
-        """The mailbox has answered; that says nothing of a message whose own renewals fail, unless it was one of those."""
+        """Note that the mailbox has answered. ``again``: a message whose own renewals had failed was one of those."""
         self._store_health.made()
         if self._failures and (again or not self._retrying):
             failures, self._failures = self._failures, 0

@@ -281,7 +281,7 @@ class MainLoop:
 
     @property
     def paused(self) -> bool:
-        """Whether it has been told to pause."""
+        """True if it has been told to pause."""
         return self._paused
 
     async def wait_paused(self) -> None:

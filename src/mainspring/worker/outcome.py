@@ -69,7 +69,7 @@ def after_failure(
     dead_letter: DeadLetterPolicy,
     rng: Random,
 ) -> Decision:
-    """What a handler's error means for its message.
+    """Decide what a handler's error means for its message.
 
     ``Reject`` is the end, and so is a fault of configuration, whatever the policy says: running the handler again does not mend
     it. ``ReplyError`` is an answer: the message is done (its reply is the caller's to add). ``Retry`` says its own delay and
@@ -100,12 +100,12 @@ def after_failure(
 
 
 def after_deadline(error: DeadlineExceededError) -> Decision:
-    """What it means that a message's deadline has passed: the end, as any other attempt would be later still."""
+    """Return the end of a message whose deadline has passed: any other attempt would be later still."""
     return Decision(Outcome.DEAD_LETTERED, Dead.of(error), error)
 
 
 def as_settled(settlement: Settlement) -> Decision:
-    """What to call a delivery that its handler has settled by itself, however it ended afterwards."""
+    """Return the outcome of a delivery that its handler has settled by itself, however it ended afterwards."""
     if isinstance(settlement, Ack):
         return DONE
     if isinstance(settlement, Dead):
@@ -116,7 +116,7 @@ def as_settled(settlement: Settlement) -> Decision:
 
 
 def is_unanswered(settlement: Settlement | None) -> bool:
-    """Whether a handler has acknowledged by itself, without a reply: what it returns can still be one."""
+    """True if a handler has acknowledged by itself, without a reply: what it returns can still be one."""
     return type(settlement) is Ack and settlement.reply is None
 
 

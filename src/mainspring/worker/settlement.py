@@ -60,7 +60,7 @@ _log = Logger("mainspring.message")
 
 
 def bounded(*, shield: bool = True) -> anyio.CancelScope:
-    """A scope for settlements that must be made although everything else is being cancelled, but not for ever."""
+    """Return a scope for settlements that must be made although everything else is being cancelled, but not for ever."""
     return anyio.CancelScope(deadline=anyio.current_time() + GRACE, shield=shield)
 
 
@@ -223,7 +223,7 @@ class Settler:
 
 
 def _is_hopeless(delivery: Delivery, decision: Decision, error: Exception) -> bool:
-    """Whether it is a reply that will not be sent: then its message has failed, and need not wait for its lease to end."""
+    """True if it is a reply that will not be sent: then its message has failed, and need not wait for its lease to end."""
     if not isinstance(decision.settlement, Ack) or decision.settlement.reply is None:
         return False
     return not _retryable(error) or anyio.current_time() >= delivery.settling_since + REPLY_TIMEOUT
@@ -282,7 +282,7 @@ class Completion:
         await self.finish_each([deliveries[number] for number in refused], DONE, begun=True)
 
     async def finish_each(self, deliveries: list[Delivery], decision: Decision, *, begun: bool = False) -> None:
-        """:meth:`finish` each, all at the same time. They are asked for in this order."""
+        """Finish each, all at the same time, in this order: see :meth:`finish`."""
         try:
             async with anyio.create_task_group() as tasks:
                 for delivery in deliveries:
@@ -335,7 +335,7 @@ class Completion:
             await self.finish(delivery, decision)
 
     def _left(self, deliveries: Collection[Delivery], decision: Decision) -> None:
-        """They have ended so: free their slots, and count and tell them."""
+        """Free the slots of these deliveries, which have ended so, and count and report them."""
         if not deliveries:
             return
         done = Phase.DONE
@@ -349,7 +349,7 @@ class Completion:
                 self._settler.tell(kind, delivery, decision)
 
     def _cut_off(self, deliveries: Collection[Delivery], decision: Decision) -> None:
-        """Their settlement was given up half-way: it may or may not have been written."""
+        """Report deliveries whose settlement was given up half-way: it may or may not have been written."""
         for delivery in deliveries:
             self._settler.cut_off(delivery, decision)
         self._left(deliveries, LOST)

@@ -64,7 +64,7 @@ class Admission:
             self._at_rest.set()
 
     def at_rest(self) -> AnywhereEvent | None:
-        """The event of a pause that holds: no claim is out and what had not begun is given back, or the pause is over."""
+        """Return the event of a pause: no claim is out and what had not begun is given back, or the pause is over."""
         return self._at_rest if self._paused else None
 
     async def run(self, receive: Callable[[], Awaitable[None]], hand_back: Callable[[], Awaitable[None]]) -> None:
@@ -110,7 +110,7 @@ class Capacity:
 
     @property
     def full(self) -> bool:
-        """Whether :meth:`receive` would have to wait for a slot."""
+        """True if :meth:`receive` would have to wait for a slot."""
         return self._taken >= self._slots
 
     async def receive(
@@ -216,7 +216,7 @@ class ClaimAhead:
         self._waiting = 0  # messages that had not begun after the last claim
 
     def claimed(self, count: int, waiting: int, now: float) -> None:
-        """``count`` messages were claimed, and ``waiting`` of those before have not begun."""
+        """Note that ``count`` messages were claimed, and that ``waiting`` of those before have not begun."""
         self._begun += self._waiting - waiting
         self._waiting = waiting + count
         seconds = now - self._since

@@ -49,7 +49,7 @@ class StoreHealth:
         return self._receiving or self._other
 
     def failed(self, error: Exception) -> None:
-        """A renewal or a settlement has failed; errors of other kinds than a lost connection say nothing of the mailbox."""
+        """Note that a renewal or a settlement has failed. Only a lost connection says something of the mailbox."""
         if isinstance(error, (MailboxConnectionError, OSError)):
             self._other = describe(error)
             self.answers = False
@@ -64,13 +64,13 @@ class StoreHealth:
             self._dispatcher.dispatch(ReceiveFailed(self._name, describe(error), retry_in))
 
     def made(self) -> None:
-        """It has answered."""
+        """Note that the mailbox has answered."""
         if self._receiving is None:
             self.received()
         self._other = None
 
     def receive_failed(self, error: Exception, retry_in: float) -> None:
-        """A receive has failed."""
+        """Note that a receive has failed."""
         self._receiving = describe(error)
         self.answers = False
         self.failed_receives += 1
@@ -78,7 +78,7 @@ class StoreHealth:
         self._dispatcher.dispatch(ReceiveFailed(self._name, self._receiving, retry_in, first))
 
     def received(self) -> None:
-        """A receive was answered (possibly with nothing)."""
+        """Note that a receive was answered (possibly with nothing)."""
         failures = self.failed_receives + self._told_of_silence
         self.failed_receives, self._told_of_silence = 0, False
         self._receiving = self._other = None

@@ -101,7 +101,7 @@ class Notes:
             return call
 
     def leave(self, call: ToolCall) -> None:
-        """The block of a call was left, however."""
+        """Note that the block of a call was left, with or without an error."""
         self._open.discard(call.number)
 
     async def end(self, call: ToolCall, state: bytes | None = None) -> None:
@@ -149,7 +149,7 @@ def _read(raw: bytes | None) -> tuple[bytes | None, list[ToolCall]]:
 
 
 def to_json(value: Any, what: str = "a checkpoint") -> bytes:
-    """``value`` as JSON that is read as equal, or that a dataclass or a model is read from.
+    """Return ``value`` as JSON that is read as equal, or that a dataclass or a model is read from.
 
     :raises SerializationError: it is neither plain JSON nor such an object, or would be read as another one.
     """
@@ -182,7 +182,7 @@ class ToolCallBlock:
 
     @property
     def call(self) -> ToolCall:
-        """What was written down of it. Raises :class:`ConfigError` where the block was not entered."""
+        """The note of the call. Raise :class:`ConfigError` if the block was not entered."""
         if self._call is None:
             raise ConfigError("a tool call begins with its block: `async with ctx.tool_call(…) as call:`")
         return self._call

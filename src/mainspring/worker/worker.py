@@ -461,7 +461,7 @@ class Worker:
                     self._idle.remove(event)
 
     def _may_begin(self) -> bool:
-        """Whether one handler more may run. There can be more slots than may handle at once, as some settle."""
+        """True if one handler more may run. There can be more slots than may handle at once, as some settle."""
         slots = self._slots
         handled = len(slots.deliveries) - len(self._backlog) - len(self._completion.done) - slots.leaving
         return handled < self._concurrency
@@ -527,15 +527,15 @@ class OpenReceive:
 
     @property
     def done(self) -> bool:
-        """Whether no answer is owed that the loop still wants."""
+        """True if no answer is owed that the loop still wants."""
         return self._call is None or not self._admission.open
 
     def beat_age(self) -> float:
-        """Seconds for which the answer is overdue."""
+        """Return seconds for which the answer is overdue."""
         return max(0.0, self._clock() - self._due)
 
     def where(self) -> str:
-        """The line that the call stands on."""
+        """Return the line that the call stands on."""
         if self._call is None:
             return ""
         return f"a receive that mailbox {self._mailbox.name!r} has not answered: {where(self._call)}"
@@ -551,18 +551,18 @@ class OpenReceive:
 
 
 def inside() -> Worker | None:
-    """The worker whose handler this code runs in (or in a task or thread started by it), or None."""
+    """Return the worker whose handler this code runs in (or in a task or thread started by it), or None."""
     return _inside.get(None)
 
 
 def is_inside(loop: object) -> bool:
-    """Whether this code runs in a handler of ``loop`` (see :func:`inside`), whose end it hence cannot wait for."""
+    """True if this code runs in a handler of ``loop`` (see :func:`inside`), whose end it hence cannot wait for."""
     worker = inside()
     return worker is not None and getattr(loop, "worker", None) is worker
 
 
 def _context_of(worker: Worker) -> Context:
-    """A copy of the present context, in which :func:`inside` is ``worker``."""
+    """Return a copy of the present context, in which :func:`inside` is ``worker``."""
     context = copy_context()
     context.run(_inside.set, worker)
     return context

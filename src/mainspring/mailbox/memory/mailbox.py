@@ -111,7 +111,7 @@ class InMemoryMailbox(Mailbox[T, R]):
 
     @classmethod
     def from_url(cls, url: str, *, body: Any = None, reply: Any = None, **options: Any) -> Self:
-        """The mailbox for ``memory://host``: the one queue of that name on the event loop it is used on."""
+        """Return the mailbox for ``memory://host``: the one queue of that name on the event loop it is used on."""
         from mainspring.mailbox.memory.settings import MemoryOptions
         from mainspring.mailbox.settings import with_query
 
@@ -163,7 +163,7 @@ class MemoryBackend(Backend):
         return f"{self._key}~dead"
 
     def _here(self) -> MemoryStore:
-        """The store, on the running event loop."""
+        """Return the store, on the running event loop."""
         store = self._store
         if store.thread != get_ident() or not store.is_current():
             store = self._store = self._named.bind(self.name, store)
@@ -180,7 +180,7 @@ class MemoryBackend(Backend):
         scope.start_soon(reaper.run, name=f"reaper of mailbox {self.name}")
 
     async def close(self) -> None:
-        """Those who wait watch the time themselves from now on; :meth:`stop_claims` has woken them."""
+        """Close. Receives watch the time themselves from now on; :meth:`stop_claims` has woken them."""
         reaper, self._reaper = self._reaper, None
         if reaper in self._store.reapers:
             self._store.reapers.remove(reaper)
@@ -407,7 +407,7 @@ class MemoryStore:
 
     @property
     def is_gone(self) -> bool:
-        """Whether it was on an event loop that has ended."""
+        """True if it was on an event loop that has ended."""
         return self.loop is not None and _has_ended(self.loop)
 
     def bind(self) -> None:
@@ -438,7 +438,7 @@ class MemoryStore:
         self.arm()
 
     def arm(self) -> None:
-        """Something may be due sooner than all before: let those who watch the time know what is due first now."""
+        """Let receives that watch the time know the instant at which something is due first now."""
         heap = self.queue.heap
         earliest = heap[0][0] if heap else math.inf
         for reaper in self.reapers:
@@ -478,7 +478,7 @@ class NamedStore:
         self._lock = threading.Lock()
 
     def enter(self, name: str, capacity: int | None) -> MemoryStore:
-        """The store for a new mailbox object: the present one, unless its event loop has ended."""
+        """Return the store for a new mailbox object: the present one, unless its event loop has ended."""
         with self._lock:
             store = self._present(capacity)
             if capacity is not None:
@@ -491,7 +491,7 @@ class NamedStore:
             return store
 
     def bind(self, name: str, own: MemoryStore) -> MemoryStore:
-        """The store of a mailbox object that had ``own``, on the running event loop, to which it belongs from then on."""
+        """Return the store of a mailbox object that had ``own``. From now on it belongs to the running event loop."""
         with self._lock:
             if own.is_gone and own.queue.waiting:
                 raise ConfigError(
@@ -529,7 +529,7 @@ def _has_ended(loop: Any) -> bool:
 
 
 def _nothing() -> None:
-    """What a probe of a trio run runs there."""
+    """Do nothing: a probe of a trio run runs this there."""
 
 
 def _on_loop(loop: Any) -> Callable[[], bool]:

@@ -61,7 +61,7 @@ class QueuedMessage(ClaimedMessage):
         self.timer = 0
 
     def again(self, *, charge: bool) -> QueuedMessage:
-        """Its next stay, after this delivery came to nothing."""
+        """Return its next stay, after this delivery came to nothing."""
         entry = QueuedMessage(self, self.enqueued_at, self.expires_at)
         entry.checkpoint = self.checkpoint
         entry.delivery_count = self.delivery_count
@@ -72,7 +72,7 @@ class QueuedMessage(ClaimedMessage):
         return entry
 
     def anew(self) -> QueuedMessage:
-        """Its next stay as a dead letter that is tried again: fresh counts, no history, no time by which it must be done."""
+        """Return its next stay as a dead letter that is replayed: fresh counts, no history, no deadline."""
         entry = QueuedMessage(self, self.enqueued_at)
         entry.checkpoint = self.checkpoint
         return entry
@@ -116,7 +116,7 @@ class PriorityQueue:
         return tail[0] if tail else None
 
     def lose_one(self, entry: QueuedMessage) -> None:
-        """``entry`` has left from the middle."""
+        """Note that ``entry`` has left from the middle."""
         entry.place = GONE
         self.gone += 1
         if self.gone > QUEUE_SWEEP_FROM and self.gone * 2 > len(self.front) + len(self.tail):
@@ -158,7 +158,7 @@ class Timers:
         self._sweep_at = HEAP_SWEEP_FROM
 
     def next_due(self) -> float:
-        """The earliest instant at which something may be due, or infinity."""
+        """Return the earliest instant at which something may be due, or infinity."""
         heap = self.heap
         while heap:
             when, serial, receipts = heap[0]
@@ -171,7 +171,7 @@ class Timers:
         return math.inf
 
     def set_timer(self, entry: QueuedMessage, when: float) -> None:
-        """``entry``, which waits, has something due at ``when``."""
+        """Let something be due at ``when`` for ``entry``, which waits."""
         self._serial += 1
         entry.timer = self._serial
         self.waiting[self._serial] = entry
@@ -179,7 +179,7 @@ class Timers:
         self._weight += 1
 
     def drop_timer(self, entry: QueuedMessage) -> None:
-        """``entry`` waits no more."""
+        """Drop the timer of ``entry``, which waits no more."""
         del self.waiting[entry.timer]
         entry.timer = 0
         self._stale += 1
@@ -187,13 +187,13 @@ class Timers:
             self._sweep()
 
     def set_leases(self, receipts: list[str], until: float) -> None:
-        """The leases under ``receipts`` last until ``until``; one that is extended needs no new item."""
+        """Let the leases under ``receipts`` last until ``until``. One that is extended needs no new item."""
         self._serial += 1
         heappush(self.heap, (until, self._serial, receipts))
         self._weight += len(receipts)
 
     def end_leases(self, receipts: list[str]) -> None:
-        """The deliveries under ``receipts`` have ended."""
+        """End the leases of the deliveries under ``receipts``."""
         for receipt in receipts:
             del self.in_flight[receipt]
         self._stale += len(receipts)
@@ -301,7 +301,7 @@ class MemoryQueue:
         return envelope.message_id
 
     def put_all(self, envelopes: list[Envelope], now: float) -> list[str]:
-        """:meth:`put` all of them, or (where there is no room) none."""
+        """Put all of them, or none if there is no room: see :meth:`put`."""
         if self.heap and self.heap[0][0] <= now:
             self.advance(now)
         if self.capacity is not None:
@@ -385,14 +385,14 @@ class MemoryQueue:
         return taken
 
     def leased(self, delivery: ClaimedMessage, now: float) -> QueuedMessage:
-        """The entry of a delivery whose lease is held; raises :class:`ReceiptHandleExpiredError` for any other."""
+        """Return the entry of a delivery whose lease is held. Raise :class:`ReceiptHandleExpiredError` for any other."""
         entry = self._in_flight.get(delivery.receipt_handle)
         if entry is None or entry.lease_until <= now:
             raise lease_over(delivery)
         return entry
 
     def acknowledge(self, deliveries: Iterable[ClaimedMessage], now: float) -> dict[int, Exception]:
-        """Done: they leave the queue. Return the errors of those whose leases are over, by their numbers."""
+        """Remove these messages as done. Return the errors of those whose leases are over, by their numbers."""
         in_flight = self._in_flight
         refused: dict[int, Exception] = {}
         done: list[str] = []
@@ -472,19 +472,19 @@ class MemoryQueue:
                 self._expire(entry, now)
 
     def next_due(self) -> float:
-        """The earliest instant at which something may be due, or infinity."""
+        """Return the earliest instant at which something may be due, or infinity."""
         return self._timers.next_due()
 
     # ------------------------------------------------------------------------------------------------- looking after
 
     def counts(self, now: float) -> Counts:
-        """Where the messages are."""
+        """Return where the messages are."""
         self.advance(now)
         age = self._queue_age()
         return Counts(self.delayed, self.pending, len(self._in_flight), self.settled, len(self.dead), queue_age=age)
 
     def _queue_age(self) -> float:
-        """Seconds since the send of the oldest of the first in line; 0 where none is pending."""
+        """Return seconds since the send of the oldest of the first in line; 0 where none is pending."""
         first = [entry for queue in self._queues.values() if (entry := queue.first()) is not None]
         return max((0.0, *(self.wall() - entry.enqueued_at for entry in first)))
 
@@ -545,7 +545,7 @@ class MemoryQueue:
         return len(found)
 
     def dead_letters(self, limit: int, after: str | None) -> list[tuple[ClaimedMessage, Dead, float]]:
-        """At most ``limit``, oldest first, behind ``after`` (an id that is none of theirs is taken to be before all)."""
+        """Return at most ``limit`` dead letters, oldest first, behind ``after`` (an unknown id is before all)."""
         found = iter(self.dead.items())
         if after in self.dead:
             for message_id, _ in found:
@@ -554,7 +554,7 @@ class MemoryQueue:
         return [letter for _, letter in islice(found, limit)]
 
     def find_dead(self, message_ids: list[str]) -> list[tuple[ClaimedMessage, Dead, float]]:
-        """Those of ``message_ids`` that are dead letters."""
+        """Return those of ``message_ids`` that are dead letters."""
         return [self.dead[message_id] for message_id in self._named_dead(message_ids)]
 
     def purge_dead(self, message_ids: list[str] | None) -> int:

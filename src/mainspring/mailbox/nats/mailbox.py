@@ -106,7 +106,7 @@ class NatsMailbox(Mailbox[T, R]):
 
     @classmethod
     def from_url(cls, url: str, *, body: Any = None, reply: Any = None, **options: Any) -> NatsMailbox[Any, Any]:
-        """The mailbox that a URL means; its options can stand in the query."""
+        """Return the mailbox that a URL means; its options can stand in the query."""
         return cls(url, body=body, reply=reply, **options)
 
 

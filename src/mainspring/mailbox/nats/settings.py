@@ -57,7 +57,7 @@ class Server:
 
     @classmethod
     def of(cls, url: str, options: NatsOptions) -> Server:
-        """The server that ``url`` means. Raises :class:`ConfigError`, without the password in it."""
+        """Return the server that ``url`` means. Raises :class:`ConfigError`, without the password in it."""
         place = read_url(url, options.schemes)
         if place.path not in ("", "/"):
             raise ConfigError(

@@ -226,7 +226,7 @@ class Store:
                 self.connection.end_pulls()  # they wait for consumers that are not there any more
 
     async def check_identity(self) -> None:
-        """After the connection was lost, find out whether the queue was made anew meanwhile."""
+        """Find out, after the connection was lost, if the queue was made anew meanwhile."""
         epoch = self.connection.epoch
         if epoch != self._known_in:
             self._note_identity(await self.api(f"STREAM.INFO.{self.names.queue}"))

@@ -286,7 +286,7 @@ class ConnectionPool:
                 statement.finish(rows)
 
     async def watch(self) -> None:
-        """Until cancelled, give up batches in flight within ``silence`` seconds of the server's last answer.
+        """Give up batches in flight within ``silence`` seconds of the server's last answer, until cancelled.
 
         A batch may wait for long, for example for a lock. So once one has waited for a while, a new connection is tried: the
         server is gone if it does not answer there either. A dead connection to a living server is found by the kernel

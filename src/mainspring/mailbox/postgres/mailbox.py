@@ -145,7 +145,7 @@ class PostgresMailbox(Mailbox[T, R]):
 
     @classmethod
     def from_url(cls, url: str, *, body: Any = None, reply: Any = None, **options: Any) -> PostgresMailbox[Any, Any]:
-        """The mailbox that a URL means; its options, and libpq's parameters, can stand in the query."""
+        """Return the mailbox that a URL means; its options, and libpq's parameters, can stand in the query."""
         return cls(url, body=body, reply=reply, **options)
 
     @property

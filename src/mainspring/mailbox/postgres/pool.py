@@ -55,7 +55,7 @@ class Watermark:
         return list(self._floors), list(self._floors.values()), self._swept_at
 
     def swept(self, at: float, moved: int) -> None:
-        """All that was due by ``at`` (the server's clock) has been done, but for what was committed late.
+        """Note that all due by ``at`` (the server's clock) has been done, except what was committed late.
 
         Where as many were ``moved`` as one sweep may, the next one goes on just there: it shall not read again what this one
         has moved.
@@ -63,12 +63,12 @@ class Watermark:
         self._swept_at = at if moved >= SWEEP else at - RESET_AFTER
 
     def claimed(self, rank: int, pos: int) -> None:
-        """A claim got to that place."""
+        """Note that a claim got to that place."""
         if pos > self._floors.get(rank, 0):
             self._floors[rank] = pos
 
     def returned(self, rank: int, pos: int) -> None:
-        """A message is at that place again."""
+        """Note that a message is at that place again."""
         if pos < self._floors.get(rank, 0):
             self._floors[rank] = pos
 
@@ -102,7 +102,7 @@ class OpenMailbox(Protocol):
         """Let waiting receives ask the store in ``seconds``, when something may be due."""
 
     def fail_claims(self, error: MailboxConnectionError) -> None:
-        """The server does not answer: receives that wait raise that now, and not after a call of their own."""
+        """Fail the receives that wait, as the server does not answer. They need not find out by a call of their own."""
 
 
 class SharedPool:
@@ -206,12 +206,12 @@ class SharedPool:
             mailbox.waiters.signal(count)
 
     def sweep_in(self, number: int, seconds: float) -> None:
-        """Something will be due in that mailbox."""
+        """Let the receives of that mailbox ask the store in ``seconds``, when something will be due."""
         for mailbox in self._mailboxes.get(number, ()):
             mailbox.sweep_in(seconds)
 
     def announce(self, number: int, message_ids: list[str]) -> None:
-        """Messages of that mailbox were cancelled."""
+        """Announce that messages of that mailbox were cancelled."""
         new = [message_id for message_id in message_ids if message_id not in self._announced]
         if not new:
             return  # a notification of this process's own cancellation comes back here, before or after its result

@@ -104,7 +104,7 @@ async def prepare(pool: ConnectionPool, schema: str, may_migrate: bool, name: st
 
 
 async def migrate_at(pool: ConnectionPool, schema: str, dry_run: bool) -> tuple[int, int]:
-    """:func:`migrate` over a connection of its own."""
+    """Migrate over a connection of its own: see :func:`migrate`."""
     try:
         async with _connected(pool, schema) as connection:
             if not dry_run:

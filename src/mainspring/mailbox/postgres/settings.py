@@ -85,7 +85,7 @@ class PostgresOptions(ServerOptions):
 
 
 def address_of(conninfo: str, schema: str, name: str) -> str:
-    """A mailbox as a URL, without a password, but with what says how the server is to be reached and trusted."""
+    """Return a mailbox as a URL, without a password, but with what says how the server is to be reached and trusted."""
     known = _known(conninfo)
     hosts, database, _ = where_of(conninfo)
     who = f"{quote(known['user'], safe='')}@" if "user" in known else ""
@@ -103,7 +103,7 @@ def address_of(conninfo: str, schema: str, name: str) -> str:
 
 
 def local_name(address: str, conninfo: str, schema: str) -> str | None:
-    """The name that an address means in that schema of that database; None where it is elsewhere."""
+    """Return the name that an address means in that schema of that database, or None if it is elsewhere."""
 
     def is_here(url: MailboxURL) -> bool:
         query = dict(url.query)
@@ -114,7 +114,7 @@ def local_name(address: str, conninfo: str, schema: str) -> str | None:
 
 
 def where_of(conninfo: str) -> tuple[tuple[tuple[str, str, str], ...], str, str]:
-    """What a connection string leads to: hosts (each with its number, if that is given, and port), database and service."""
+    """Return what a connection string leads to: hosts (each with its number, if given, and port), database and service."""
     known = _known(conninfo)
     names, numbers = known.get("host", "").split(","), known.get("hostaddr", "").split(",")
     if not any(names):
@@ -130,7 +130,7 @@ def where_of(conninfo: str) -> tuple[tuple[tuple[str, str, str], ...], str, str]
 
 
 def _known(conninfo: str) -> dict[str, str]:
-    """What libpq goes by: a connection string, and for what it leaves out the environment.
+    """Return what libpq goes by: a connection string, and for what it leaves out the environment.
 
     Not the name of the user of this machine, which it takes where nothing says another.
     """
@@ -159,7 +159,7 @@ def _own_name() -> str:
 
 
 def conninfo_of(url: str, parameters: dict[str, Any], timeout: float = math.inf, silence: float = SILENCE) -> str:
-    """What libpq is told: the URL without its query, the parameters that stand there, and our defaults.
+    """Return what libpq is told: the URL without its query, the parameters that stand there, and our defaults.
 
     :param timeout: seconds for all; where there are several hosts, the first that does not answer is not to take them up.
     :param silence: seconds after which the kernel is to give up a connection whose other end it does not hear.
@@ -188,7 +188,7 @@ def conninfo_of(url: str, parameters: dict[str, Any], timeout: float = math.inf,
 
 
 def is_parameter(key: str) -> bool:
-    """Whether libpq has a connection parameter of that name."""
+    """True if libpq has a connection parameter of that name."""
     return key in _parameters()
 
 

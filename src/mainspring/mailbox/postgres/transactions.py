@@ -236,7 +236,7 @@ def step(connection: psycopg.AsyncConnection[Any], timeout: float, what: str) ->
 
 @contextmanager
 def expendable(connection: psycopg.AsyncConnection[Any]) -> Iterator[None]:
-    """In the block, a cancellation closes the connection at once; the server rolls back when it sees that."""
+    """Let a cancellation in the block close the connection at once; the server rolls back when it sees that."""
     if isinstance(connection, Connection):
         connection.is_expendable = True
     try:

@@ -55,7 +55,7 @@ _ELSEWHERE: Final = frozenset({"MOVED", "ASK", "READONLY", "CLUSTERDOWN", "MASTE
 
 
 def library() -> tuple[bytes, bytes]:
-    """The library of functions, joined from its files, and the name of the function that is called.
+    """Return the library of functions, joined from its files, and the name of the function to call.
 
     The name has a digest of the text: processes of several versions share a server.
     """

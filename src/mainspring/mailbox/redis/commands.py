@@ -399,7 +399,7 @@ def _nack(call: FunctionCall, command: batched.NackCommand) -> tuple[Argument, .
 
 
 def _reply_part(call: FunctionCall, reply: Envelope | None) -> tuple[Argument, ...]:
-    """The reply that leaves with a settlement: its mailbox, rank, id and value."""
+    """Return the reply that leaves with a settlement: its mailbox, rank, id and value."""
     if reply is None:
         return (-1,)
     value = head_of(replace(reply, reply_to=None)) + reply.body

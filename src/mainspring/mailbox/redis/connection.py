@@ -256,7 +256,7 @@ class RedisConnection:
         """The most bytes of one argument that the server takes."""
 
     async def call(self, *command: Argument) -> Any:
-        """Write one command and read its reply; raises :class:`ServerError` where that is an error."""
+        """Write one command and read its reply. Raise :class:`ServerError` if that is an error."""
         await self.write(pack(command))
         await self.flush()
         while (reply := self.next_reply()) is NOTHING:

@@ -156,7 +156,7 @@ class WaitingReceives:
         return False
 
     def wake(self, count: int) -> None:
-        """Messages have come: wake the receives that have waited longest. Without any, wake other processes."""
+        """Wake the receives that have waited longest, as messages have come. Without any, wake other processes."""
         self.signals += 1
         if not self.active:
             self._wake_others(count)
@@ -313,7 +313,7 @@ class Listener:
                 self._was_written = False
 
     def no_longer_wanted(self, visible: int) -> bool:
-        """The last receive that wanted such a lease has ended. Return True if names leave the list for that.
+        """Note that the last receive that wanted such a lease has ended. Return True if names leave the list for that.
 
         Receives that wait still may have been on the list by these names only.
         """
@@ -506,7 +506,7 @@ class Receiving:
             self._end_receive(visible, woken=woken)
 
     def _end_receive(self, visible: int, *, woken: bool) -> None:
-        """A receive has ended; ``woken``: it was woken and has not claimed since."""
+        """Note that a receive has ended. ``woken``: it was woken and has not claimed since."""
         receives, listener = self.receives, self.listener
         receives.active -= 1
         receives.wanted[visible] -= 1

@@ -71,7 +71,7 @@ class RedisServer:
 
     @classmethod
     def of(cls, url: str, options: RedisOptions) -> RedisServer:
-        """The server that ``url`` means, with the login and the TLS of ``options``. Raises :class:`ConfigError`."""
+        """Return the server that ``url`` means, with the login and the TLS of ``options``. Raises :class:`ConfigError`."""
         place = read_url(url, options.schemes)
         scheme, _, _ = place.scheme.partition("+")
         return replace(
@@ -85,7 +85,7 @@ class RedisServer:
 
     @classmethod
     def at(cls, url: MailboxURL) -> RedisServer:
-        """The server that ``url`` means, without login and TLS. Raises :class:`ConfigError`."""
+        """Return the server that ``url`` means, without login and TLS. Raises :class:`ConfigError`."""
         _, _, kind = url.scheme.partition("+")
         hosts = url.hosts(SENTINEL_PORT if kind == "sentinel" else PORT)
         steps = [unquote(step) for step in url.path.split("/") if step]

@@ -65,7 +65,7 @@ class DatabaseFile:
         self._identity: tuple[int, int] | None = None  # device and inode, from the first opening until the last leaves
 
     def run(self, commands: Sequence[Command], boot: Callable[[], float], wall: float) -> UnitOfWork | None:
-        """Do all commands in one transaction and set their results and errors; None where nothing was committed."""
+        """Do all commands in one transaction and set their results and errors. Return None if nothing was committed."""
         try:
             self._check_identity()
             connection = self._connection or self._open()
@@ -84,7 +84,7 @@ class DatabaseFile:
             return None
 
     def read(self, question: Callable[[apsw.Connection], Any]) -> Any | None:
-        """The answer to a question that writes nothing; None where there is trouble, which the next :meth:`run` tells."""
+        """Return the answer to a question that writes nothing, or None if it fails; the next :meth:`run` tells why."""
         try:
             self._check_identity()
             return question(self._connection or self._open())
@@ -185,7 +185,7 @@ class DatabaseFile:
     # ------------------------------------------------------------------------------------------------------- opening
 
     def has_mailbox(self, name: str) -> bool:
-        """Whether the file is there, and a mailbox of that name in it; nothing is made, and nothing brought up to date.
+        """True if the file is there, and a mailbox of that name in it; nothing is made, and nothing brought up to date.
 
         A connection of its own asks; so this can be called in any thread.
         """
@@ -217,7 +217,7 @@ class DatabaseFile:
 
     @contextlib.contextmanager
     def _connected(self, flags: int) -> Iterator[apsw.Connection]:
-        """A connection to the file, which an error in the block closes."""
+        """Open a connection to the file, which an error in the block closes."""
         if os.path.exists(self.path) and not os.path.isfile(self.path):  # SQLite would wait for a pipe, or call it busy
             raise ConfigError(f"{self.path} is no regular file; name another one for the mailbox")
         connection = apsw.Connection(self.path, flags)
@@ -232,7 +232,7 @@ class DatabaseFile:
             raise
 
     def _check(self, connection: apsw.Connection) -> int:
-        """The schema version of the file, 0 for an empty one; refuses what is not ours, or newer than we are.
+        """Return the schema version of the file, 0 for an empty one; refuses what is not ours, or newer than we are.
 
         The three questions are one transaction: in between, another process could make its tables in an empty file.
         """
@@ -314,7 +314,7 @@ def check_sqlite(version: str) -> None:
 
 
 def _one_by_one(connection: apsw.Connection, commands: Sequence[Command], boot: float, wall: float) -> UnitOfWork:
-    """One of the commands cannot be done: do each by itself, so that only that one fails."""
+    """Do each command by itself, so that only the one that cannot be done fails."""
     whole = perform(connection, (), boot, wall)
     for command in commands:
         connection.execute("SAVEPOINT one")

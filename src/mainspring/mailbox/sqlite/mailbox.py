@@ -88,7 +88,7 @@ class SQLiteMailbox(Mailbox[T, R]):
 
     @classmethod
     def from_url(cls, url: str, *, body: Any = None, reply: Any = None, **options: Any) -> SQLiteMailbox[Any, Any]:
-        """The mailbox that a ``sqlite:///`` URL means; its options can stand in the query."""
+        """Return the mailbox that a ``sqlite:///`` URL means; its options can stand in the query."""
         place, given = with_query(url, options, SQLiteOptions)
         if place.places:
             raise ConfigError(
@@ -299,7 +299,7 @@ class SQLiteBackend(batched.BatchedBackend):
 
 
 def _writable(dead: Dead) -> Dead:
-    """Errors quote whatever went wrong, also what is no valid text."""
+    """Make the texts of an error valid UTF-8: they quote whatever went wrong."""
     error, kind, trace = (_text(part) for part in (dead.error, dead.error_type, dead.traceback))
     return replace(dead, error=error, error_type=kind, traceback=trace)
 

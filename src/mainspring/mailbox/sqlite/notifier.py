@@ -23,7 +23,7 @@ def note_of(mailbox: int, message_id: str) -> bytes:
 
 
 def read_note(note: bytes) -> tuple[int, str] | None:
-    """The mailbox and the message that a note tells of; None where it says only that something has come."""
+    """Return the mailbox and the message that a note tells of, or None if it says only that something has come."""
     mailbox, _, message_id = note.decode(errors="replace").partition(" ")
     return (int(mailbox), message_id) if mailbox.isdecimal() and message_id else None
 
@@ -91,7 +91,7 @@ class Notifier:
 
     @property
     def interrupted(self) -> bool:
-        """Whether :meth:`interrupt` was called since :meth:`listen`."""
+        """True if :meth:`interrupt` was called since :meth:`listen`."""
         return self._closed.is_set()
 
     def interrupt(self) -> None:
@@ -125,5 +125,5 @@ class Notifier:
             return self._folder
 
     def _path(self, name: str) -> str:
-        """A short path to a socket: an address holds 107 bytes, and directories can be deep."""
+        """Return a short path to a socket: an address holds 107 bytes, and directories can be deep."""
         return f"/proc/self/fd/{self._opened()}/{name}"

@@ -29,7 +29,7 @@ MOST_DIGITS = 18
 
 
 def is_lease(receipt_handle: str) -> bool:
-    """Whether a SQLite mailbox can have given it out."""
+    """True if a SQLite mailbox can have given it out."""
     return receipt_handle.isascii() and receipt_handle.isdigit() and len(receipt_handle) <= MOST_DIGITS
 
 
@@ -96,14 +96,14 @@ def forget_mailbox(work: UnitOfWork, mailbox: int) -> None:
 
 
 def list_dead(work: UnitOfWork, commands: list[batched.ListDead]) -> None:
-    """A page of them, oldest first."""
+    """List a page of dead letters, oldest first."""
     for command in commands:
         values = (command.mailbox, command.mailbox, command.after, command.limit)
         command.result = [_dead_row(row) for row in work.rows(sql.DEAD_PAGE, values)]
 
 
 def find(work: UnitOfWork, commands: list[batched.FindDead]) -> None:
-    """Those of some ids."""
+    """Find the dead letters of these ids."""
     for command in commands:
         values = (command.mailbox, json.dumps(command.ids))
         command.result = [_dead_row(row) for row in work.rows(sql.DEAD_BY_ID, values)]
@@ -120,7 +120,7 @@ def _dead_row(row: tuple[Any, ...]) -> tuple[ClaimedMessage, Dead, float]:
 
 
 def replay_dead(work: UnitOfWork, commands: list[batched.ReplayDead]) -> None:
-    """Back into the queue, with fresh counts."""
+    """Put dead letters back into the queue, with fresh counts."""
     for command in commands:
         first = work.tick
         which = (command.mailbox,) if command.ids is None else (command.mailbox, json.dumps(command.ids))
@@ -142,7 +142,7 @@ def replay_dead(work: UnitOfWork, commands: list[batched.ReplayDead]) -> None:
 
 
 def purge_dead(work: UnitOfWork, commands: list[batched.PurgeDead]) -> None:
-    """Away for good."""
+    """Delete dead letters for good."""
     for command in commands:
         command.result = dropped = _drop_dead(work, command)
         delta = work.delta(command.mailbox)
@@ -338,7 +338,7 @@ def _acknowledge(work: UnitOfWork, commands: list[Acknowledge]) -> None:
 
 
 def _only_held(work: UnitOfWork, mailbox: int, given: str, acks: list[tuple[Acknowledge, int]]) -> list[str]:
-    """The leases that are held, once each; the other acknowledgements get their error."""
+    """Return the leases that are held, once each; the other acknowledgements get their error."""
     held = {str(lease) for (lease,) in work.rows(sql.WHICH_HELD, (given, mailbox, work.boot))}
     good = []
     for command, number in acks:

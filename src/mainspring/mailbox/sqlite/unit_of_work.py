@@ -73,39 +73,39 @@ class UnitOfWork:
         self._first_tick = self.tick
 
     def rows(self, statement: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        """All rows that ``statement`` gives."""
+        """Return all rows that ``statement`` gives."""
         return self.execute(statement, values).fetchall()
 
     def row(self, statement: str, values: Sequence[Any] = ()) -> tuple[Any, ...]:
-        """The one row that ``statement`` gives."""
+        """Return the one row that ``statement`` gives."""
         return self.rows(statement, values)[0]
 
     def value(self, statement: str, values: Sequence[Any] = ()) -> Any:
-        """The one value that ``statement`` gives."""
+        """Return the one value that ``statement`` gives."""
         return self.row(statement, values)[0]
 
     def delta(self, mailbox: int) -> CountDelta:
-        """The changes of that mailbox's counts, to be changed further."""
+        """Return the changes of that mailbox's counts, to be changed further."""
         found = self._deltas.get(mailbox)
         if found is None:
             found = self._deltas[mailbox] = CountDelta()
         return found
 
     def counts(self, mailbox: int) -> tuple[int, ...]:
-        """Its messages as they were written: delayed, pending, in flight, settled, dead. Raises where the mailbox is gone."""
+        """Return its counts as written: delayed, pending, in flight, settled, dead. Raise if the mailbox is gone."""
         found = self.rows(sql.COUNTS, (mailbox,))
         if not found:
             raise dropped("the mailbox")
         return found[0]
 
     def waiting(self, mailbox: int) -> int:
-        """How many messages of the mailbox are still to be done, by now."""
+        """Return how many messages of the mailbox are still to be done, by now."""
         delayed, pending, in_flight, _, _ = self.counts(mailbox)
         delta = self.delta(mailbox)
         return int(delayed + pending + in_flight + delta.delayed + delta.pending + delta.in_flight)
 
     def mailbox(self, name: str) -> int:
-        """The number of the mailbox of that name, which is made where there is none."""
+        """Return the number of the mailbox of that name, which is made where there is none."""
         rows = self.rows(sql.MAILBOX, (name,))
         if rows:
             return int(rows[0][0])
@@ -115,7 +115,7 @@ class UnitOfWork:
         return number
 
     def mailbox_for_reply(self, name: str) -> int | None:
-        """:meth:`mailbox`; None for a transient one that is gone, and its requester with it."""
+        """Return :meth:`mailbox`, or None for a transient one that is gone, and its requester with it."""
         if name.startswith(TRANSIENT) and not self.rows(sql.MAILBOX, (name,)):
             return None
         return self.mailbox(name)
@@ -132,16 +132,16 @@ class UnitOfWork:
         self.delta(mailbox).dead += 1
 
     def exhausted(self, mailbox: int) -> None:
-        """Nothing is pending there any more."""
+        """Note that nothing is pending there any more."""
         self.delta(mailbox).gained = 0
         self.gained.pop(mailbox, None)
 
     def lease_until(self, until: float) -> None:
-        """A lease ends at ``until`` (since boot)."""
+        """Note that a lease ends at ``until`` (seconds since boot)."""
         self.soonest = min(self.soonest, until)
 
     def due_at(self, date: float) -> None:
-        """Something is due at ``date`` (POSIX), new with this transaction."""
+        """Note that something is due at ``date`` (POSIX), new with this transaction."""
         self.dated = True
         self._see(date)
 
@@ -222,7 +222,7 @@ def enqueue(
 
 
 def _end_leases(work: UnitOfWork, limit: int) -> None:
-    """Its holder may have died of it: the attempt is charged, and the message goes to the tail."""
+    """Charge an attempt and put the message at the tail: its holder may have died of it."""
     ended = work.rows(sql.ENDED_LEASES, (work.boot, limit))
     if not ended:  # what is due is of no message: left there, it would be due for ever
         work.execute(sql.LEASES_OF_NONE, (work.boot,))
@@ -310,7 +310,7 @@ class Inserts:
         return ids
 
     def how_many_new(self, mailbox: int, envelopes: list[Envelope]) -> int:
-        """How many of them are no repetition of an unfinished message, or of one another."""
+        """Return how many of them are no repetition of an unfinished message, or of one another."""
         keys = {e.dedup_key for e in envelopes if e.dedup_key is not None}
         without_key = sum(e.dedup_key is None for e in envelopes)
         return without_key + sum(self._known(mailbox, key) is None for key in keys)

@@ -93,7 +93,7 @@ class Writer:
 
     @classmethod
     def shared(cls, path: str) -> Writer:
-        """The process's writer for ``path`` (absolute).
+        """Return the process's writer for ``path`` (absolute).
 
         Raises :class:`ConfigError` where the process was forked from one that has the file open: SQLite would take the
         parent's locks for its own.
@@ -158,7 +158,7 @@ class Writer:
 
     @property
     def in_use(self) -> bool:
-        """Whether its thread runs, and so may have the file open."""
+        """True if its thread runs, and so may have the file open."""
         return self._running
 
     def check_process(self) -> None:
@@ -217,7 +217,7 @@ class Writer:
     # --------------------------------------------------------------------------------------- who is woken when
 
     def _tell(self, work: UnitOfWork, real: bool) -> None:
-        """After a commit: wake who may have something to claim, here and in other processes."""
+        """Wake, after a commit, the receives that may have something to claim, here and in other processes."""
         if work.gained or work.dated:
             self._notifier.notify()
         for mailbox, message_id in work.cancelled:

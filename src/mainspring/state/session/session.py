@@ -271,7 +271,7 @@ class Session(Generic[S]):
         return ticket
 
     def transaction(self) -> AbstractAsyncContextManager[object]:
-        """``async with session.transaction():`` makes the events dispatched in the block happen all or not at all.
+        """Make the events dispatched in an ``async with`` block happen all or not at all.
 
         It waits for its turn, and all other writers, of the children and the parent too, wait until it ends. The block, with
         the tasks started in it, sees its own events at once; others see them, and subscribers are told of them, when it is

@@ -73,7 +73,7 @@ async def a_forked_child_is_refused_every_call(h: Harness, box: AnyMailbox) -> N
 
 
 def _refused_in_a_child(calls: Sequence[Callable[[], Coroutine[Any, Any, object]]]) -> int:
-    """How many calls raise ConfigError in a forked child. Each is stepped by hand: an event loop might refuse to run."""
+    """Return how many calls raise ConfigError in a forked child. Each is stepped by hand: an event loop might refuse to run."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # from Python 3.12 on, of a fork beside threads
         child = os.fork()
