@@ -31,10 +31,9 @@ class _StillOutError(Exception):
 class Checks:
     """Runs the checks, all at once, and remembers their answers: None where one passes, else why not.
 
-    A check passes by returning anything but False; it fails by returning False, by raising, or by taking longer than
-    ``timeout``, which is the longest that a probe waits here; or by returning work that has not run, as a generator. A plain
-    function is called in a thread of its own, and not again before it has returned; the end of the program does not wait
-    for it.
+    A check passes if it returns anything but False. It fails if it returns False, raises, takes longer than ``timeout``
+    seconds, or returns work that has not run, as a generator. A plain function is called in a thread of its own, and not again
+    before it has returned; the end of the program does not wait for it.
     """
 
     def __init__(

@@ -142,8 +142,8 @@ class LoopGroup:
     ) -> ShutdownReport:
         """Run until a signal, :meth:`shutdown`, or the end of all loops. Return how the shutdown went.
 
-        With ``install_signals`` it receives SIGTERM and SIGINT and owns its process: a second signal skips to cancelling, a
-        third leaves at once, and past ``shutdown_timeout + cancel_grace + 1`` seconds it prints the report and all stacks and
+        With ``install_signals`` it receives SIGTERM and SIGINT and owns its process. A second signal skips to cancelling, and a
+        third leaves at once. Past ``shutdown_timeout + cancel_grace + 1`` seconds it prints the report and all stacks, and
         leaves with status 70. ``until_empty`` ends it once nothing is delayed, pending or in flight in any of its mailboxes.
         The other keywords are handed to the loops.
 

@@ -30,8 +30,8 @@ V = TypeVar("V")
 TRANSIENT: Final = "~"
 """What the names of transient mailboxes begin with: those made for one mailbox object, as for the replies to its requests.
 
-A store keeps such a mailbox for a day after it was last open, so that one whose process died does not stay for
-ever; and it drops a reply (:attr:`Ack.reply`, :attr:`Dead.reply`) to one that does not exist, rather than make it.
+A store keeps such a mailbox for a day after it was last open, so that one whose process died does not stay for ever. It drops a
+reply (:attr:`Ack.reply`, :attr:`Dead.reply`) to one that does not exist, rather than make it.
 """
 TRANSIENT_LIFE: Final = 86_400.0
 """Seconds that a transient mailbox is kept after it was last opened or claimed from."""

@@ -10,8 +10,8 @@ for it would cost two turns of the event loop. There, if the store can go on wit
 its own command, and the runner takes over only if the caller is cancelled. :class:`_State` has the states of what is out.
 
 Claims. A claim that finds nothing waits in a line (:class:`Waiters`) and claims again when it is woken. If the caller of a
-claim is cancelled while it is out, or the mailbox is closed meanwhile, the claim has leased messages that no caller will see:
-they are put back, as the first thing of the next batch.
+claim is cancelled while it is out, or the mailbox is closed meanwhile, no caller will see the messages that it leases. They are
+put back, as the first thing of the next batch.
 
 Cancelled, a caller leaves at once. Its command is withdrawn if it has not left yet. Otherwise it takes effect, and is undone
 if the backend says how. On a lost connection, each command that has not taken place gets an error of its own.

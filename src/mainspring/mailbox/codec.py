@@ -37,9 +37,9 @@ class Unserialized:
 class Codec:
     """Encodes, decodes and checks bodies of one type (``Any``: whatever JSON can say).
 
-    Types are whatever pydantic's ``TypeAdapter`` takes: dataclasses, models, TypedDicts, unions, primitives. A body to be
-    sent must be of the type as it is (pydantic's strict mode: an ``int`` is not taken for a ``str``); stored JSON is read
-    in pydantic's lax mode, and whatever a type's own validators raise means that it does not fit.
+    Types are whatever pydantic's ``TypeAdapter`` takes: dataclasses, models, TypedDicts, unions, primitives. A body to be sent
+    must be of the type as it is: pydantic's strict mode does not take an ``int`` for a ``str``. Stored JSON is read in
+    pydantic's lax mode. Whatever a type's own validators raise means that the body does not fit.
 
     What :meth:`encode` returns is decoded to what it was given, or it raises. Fields are written by their names, and read by
     their names and aliases; secrets are written as their values, and computed fields not at all. A value that may

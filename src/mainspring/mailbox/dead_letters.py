@@ -1,10 +1,10 @@
 """The dead letters of a mailbox as a mailbox of its own, so that a loop can work on them with leases.
 
-A dead letter stays among the dead letters of its mailbox until the work on it is done. Who works on it is said by a *ticket*:
-a message with its id in a sibling mailbox, of which its ``dedup_key`` allows one at a time. The lease of a
-ticket is the lease of its dead letter: so two consumers, in whatever processes, do not handle one dead letter at once, and a
-crash between two steps leaves a ticket for a dead letter that is gone, which is dropped when it is next received. Where the
-message has died again by then, its next ticket is made as the last one ends.
+A dead letter stays among the dead letters of its mailbox until the work on it is done. Who works on it is said by a *ticket*: a
+message with its id in a sibling mailbox, of which its ``dedup_key`` allows one at a time. The lease of a ticket is the lease of
+its dead letter: so two consumers, in whatever processes, do not handle one dead letter at once. A crash between two steps
+leaves a ticket for a dead letter that is gone. That ticket is dropped when it is next received. Where the message has died
+again by then, its next ticket is made as the last one ends.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class _ClaimedLetter(ClaimedMessage):
 class DeadLetterView(Mailbox[DeadLetter, None]):
     """The dead letters of ``source``: received and leased like messages, until they are acknowledged (then they are purged).
 
-    A nack makes one come again, ``dead_letter`` *parks* it: it stays among the dead letters of ``source`` and does not come
-    again, until it is replayed and dies once more, or ``replay_dead_letters`` of the view lets it come. New dead letters come
-    at once where they died through the same mailbox object, else within ``look_every`` seconds.
+    A nack makes one come again. ``dead_letter`` *parks* it: it stays among the dead letters of ``source`` and does not come
+    again. A replay that ends in another death, or ``replay_dead_letters`` of the view, lets it come. New dead letters come at
+    once where they died through the same mailbox object, else within ``look_every`` seconds.
 
     It takes no messages, and opens ``source`` where it is not open. :raises ConfigError: the store of ``source`` cannot do it.
     """

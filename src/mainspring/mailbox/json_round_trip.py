@@ -1,8 +1,8 @@
 """Decide whether a value comes back from JSON as it was: once for a type, by its pydantic schema, or for each value.
 
 JSON knows no classes, so the type must say which one it is. Of most types it can be said in advance that any value comes back:
-text, numbers, lists and dicts of these, and one dataclass or model around them. Of others it depends on the value: a field for
-a class may hold one of a class below it, members of a union may look alike, validators and serializers may be anything. These
+text, numbers, lists and dicts of these, and one dataclass or model around them. Of others it depends on the value. A field for
+a class may hold one of a class below it. Members of a union may look alike. Validators and serializers may be anything. These
 are read back and compared. A schema that has anything in it which is not known here belongs to the others.
 """
 

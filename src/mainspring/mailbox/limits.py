@@ -26,8 +26,8 @@ MAX_MESSAGES = 1_000
 """The most messages of one receive."""
 MAX_PRIORITY = 32_767
 LONGEST = 400_000_000
-"""The most bytes of a message (its body and headers), a reply or a checkpoint in a SQL database: a dead letter is a row with
-all that its message had, and a row must stay below 1 GB in SQLite, below 1 GiB on its way to and from PostgreSQL."""
+"""The most bytes of a message (its body and headers), a reply or a checkpoint in a SQL database. A dead letter is a row with
+all that its message had. A row must stay below 1 GB in SQLite, and below 1 GiB on its way to and from PostgreSQL."""
 CLOSE_TIMEOUT = 10.0
 """Seconds that a close, or a settlement that must not be cut short, may take before it is given up."""
 COURTESY = 1.0

@@ -61,9 +61,9 @@ def open_mailbox(
 
     :param body: the type of the bodies; else the handler's annotation gives it, else anything that JSON can say.
     :param reply: the type of the replies.
-    :param reply_stores: URLs of other stores that replies may go to (any mailbox there), as ``redis://host/0``, or mailboxes
-        on them. A ``reply_to`` that is a URL must lie on one of these stores, on the mailbox's own, or on that of a mailbox
-        that is open on this event loop: only the name of the mailbox is taken from it, and the login from here.
+    :param reply_stores: URLs of other stores that replies may go to (any mailbox there), as ``redis://host/0``, or mailboxes on
+        them. A ``reply_to`` that is a URL must lie on one of these stores, on the mailbox's own, or on that of a mailbox that
+        is open on this event loop. Only the name of the mailbox is taken from it, and the login from here.
     :param options: the backend's own options; each can also stand in the URL's query, as text: ``capacity=none``,
         ``listen=false``.
     :raises ConfigError: an unknown scheme, a missing extra, a bad or unknown option.

@@ -47,8 +47,8 @@ async def open_in(scope: DaemonScope, mailboxes: Iterable[Mailbox[Any, Any]], ow
     What another owner has opened it would close under this one's work, so that is refused; what a user has opened is not.
     A mailbox that is itself being opened here, and opens others, does so for the same owner.
 
-    One that works unopened stays so, and is only given what it takes to send replies to other stores: closed at the end, it
-    would be lost to its user, who may look into it then, and to other loops that share it.
+    A mailbox that works unopened stays so, and only gets what it needs to send replies to other stores. If it were closed at
+    the end, its user could not look into it any more, and other loops that share it would lose it.
     """
     this = _OWNER.get() or Owner(owner)
     for mailbox in mailboxes:

@@ -34,9 +34,9 @@ P = ParamSpec("P")
 class SyncMailbox(Generic[T, R]):
     """The calls of a mailbox for threads that are not async, each under its own name and with its own parameters.
 
-    They run in the event loop in which the mailbox is open, under a LoopGroup or an ``async with`` of any thread, and block
-    the calling thread until they are done. Where it is not open, ``with mailbox.sync:`` does, in an event loop of the
-    process that all mailboxes opened so share; it is there from the first to the last of them.
+    They run in the event loop in which the mailbox is open, under a LoopGroup or an ``async with`` of any thread. They block
+    the calling thread until they are done. If the mailbox is not open, ``with mailbox.sync:`` opens it, in an event loop of the
+    process that all mailboxes opened so share. That loop is there from the first to the last of them.
 
     ``send``, ``send_many``, ``receive``, ``request``, ``submit``, ``cancel``, ``counts``, ``approximate_count``, ``purge``,
     ``dead_letters``, ``dead_letter``, ``replay_dead_letters`` and ``purge_dead_letters`` are those of :class:`Mailbox`, and

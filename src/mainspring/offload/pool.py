@@ -43,11 +43,10 @@ class OffloadPool:
     """Runs plain functions beside the event loop: in threads, in processes, or in interpreters (Python 3.14 and newer).
 
     ``async with OffloadPool("process", workers=2) as pool`` opens it, and ``await pool.run(fn, *args)`` uses it. It may be
-    entered several times (a :class:`MainLoop` does so for as long as it runs); the last one to leave closes it, and then it
-    can be opened again. Closing takes no new calls, waits for those that were accepted and for late ones, at most
-    ``shutdown_timeout`` seconds, and then cuts: callers get :class:`OffloadClosedError`, processes are killed, and what still
-    runs ``cancel_grace`` seconds later (threads at once) is named in a warning (logger ``mainspring.offload``). Where closing
-    is cancelled, it cuts at once.
+    entered several times (a :class:`MainLoop` does so for as long as it runs); the last one to leave closes it, and then it can
+    be opened again. Closing takes no new calls, and waits at most ``shutdown_timeout`` seconds for accepted and late ones. Then
+    it cuts: callers get :class:`OffloadClosedError`, and processes are killed. A warning (logger ``mainspring.offload``) names
+    what still runs ``cancel_grace`` seconds later (threads at once). Where closing is cancelled, it cuts at once.
 
     :param kind: ``"thread"`` for calls that wait (blocking drivers, files): cheap, and arguments need not be pickled.
         ``"process"`` for computing, and for code that may have to be killed or may crash. ``"interpreter"`` for computing
@@ -171,8 +170,8 @@ class OffloadPool:
         :raises OffloadPickleError: something of it cannot be pickled.
         :raises OffloadWorkerDiedError: the process died of it, two died as they received it, or one answered nothing that can
             be understood.
-        :raises TaskExitError: it raised an exit, or a cancellation (of an event loop of its own, say) that is not the caller's;
-            or it returned a coroutine or a generator, so that its work has not run.
+        :raises TaskExitError: it raised an exit, or a cancellation that is not the caller's, such as one of an event loop of
+            its own. Or it returned a coroutine or a generator, so that its work has not run.
         :raises InvalidParameterError: ``timeout`` is negative or not a number; or ``fn`` is async, a generator, or no function.
         """
         executor = self._ready()
@@ -194,10 +193,10 @@ class OffloadPool:
         For callers that must not go on while the work does: :class:`MainLoop` calls its plain handlers so.
 
         Cancelled, it kills a process and waits until that is gone, at most ``cancel_grace`` seconds. Then a warning names the
-        process, which keeps its slot until it ends. Work whose process is still starting has not begun, never will, and is
-        not waited for. For a thread or an interpreter it waits until the work ends, and then what came of it counts.
-        ``queue_limit`` does not apply. Where the pool is closed, a call that waits for a worker raises
-        :class:`OffloadClosedError`; what runs in a thread or an interpreter is named in the warning, and still waited for.
+        process, which keeps its slot until it ends. Work whose process is still starting has not begun, never will, and is not
+        waited for. For a thread or an interpreter it waits until the work ends, and then what came of it counts.
+        ``queue_limit`` does not apply. If the pool is closed, a call that waits for a worker raises
+        :class:`OffloadClosedError`. The warning names what runs in a thread or an interpreter, and that is still waited for.
         Otherwise it raises what :meth:`run` does. A coroutine that ``fn`` returns is returned.
 
         :param waiting: is called with True if the call has to wait for a worker, to be free or to have started, and with

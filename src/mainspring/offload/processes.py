@@ -421,7 +421,7 @@ class PoolProcess:
     def reap(self) -> None:
         """Wait for the end of a worker that was killed or has died, and close its descriptors.
 
-        A worker that has not ended ``reap_within`` seconds later is left behind, with a warning: none of its code runs, and
+        A worker that has not ended ``reap_within`` seconds later is left behind, with a warning. None of its code runs, and
         :mod:`subprocess` collects its exit status when a later process is started.
         """
         family, self._family = self._family, []

@@ -1,7 +1,7 @@
 """The program of a worker process, and what it does with a job: standard library only, so that it starts quickly.
 
-A job comes as bytes and its answer goes back as bytes, in pickle: both ends are this program and the one that started it, on
-one machine and of one installation, and nothing of it is ever stored. An interpreter runs :func:`perform` alone.
+A job comes as bytes and its answer goes back as bytes, in pickle. Both ends are this program and the one that started it, on
+one machine and of one installation. Nothing of it is ever stored. An interpreter runs :func:`perform` alone.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def _die_with_the_owner(parent_death: int) -> None:
 
 
 def _watch_the_owner(descriptor: int, owner: int) -> None:
-    """Do the same from here, for what the kernel does not notice: a program that the owner has forked off in a way of its own
+    """Do the same from here, for what the kernel does not notice. A program that the owner has forked off in a way of its own
     holds the other ends as well."""
     poll = select.poll()
     poll.register(descriptor, 0)  # a hang-up is reported unasked

@@ -23,8 +23,8 @@ from mainspring.policies import backoff
 class Retries:
     """Failures in a row of one undertaking, and the waits between its tries.
 
-    The waits are random, up to ``initial`` seconds after the first failure, twice as long after each further one, and never
-    above ``maximum``: so clients that lost their server together do not come back together.
+    The waits are random: up to ``initial`` seconds after the first failure, twice as long after each further one, and never
+    above ``maximum``. So clients that lost their server together do not come back together.
     """
 
     __slots__ = ("_initial", "_maximum", "failures")

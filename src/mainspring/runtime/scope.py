@@ -159,11 +159,11 @@ class ThreadDaemon(Daemon):
 class DaemonScope:
     """A task group for tasks that run as long as the program does.
 
-    ``async with DaemonScope("name") as scope`` opens it. Leaving the block stops the tasks in the reverse order of their
-    start: each is asked to stop (its ``stop`` callable, at most ``timeout`` seconds), else cancelled (at most ``grace``
-    seconds to clean up). A task that raises cancels the others, as in any task group; a lone error comes out by itself,
-    not wrapped in a group. Where the block is left by an error, or the scope is cancelled from outside, the tasks are asked
-    to stop and cancelled at the same time.
+    ``async with DaemonScope("name") as scope`` opens it. Leaving the block stops the tasks in the reverse order of their start.
+    Each is asked to stop by its ``stop`` callable, and all have ``timeout`` seconds for it. Else it is cancelled, with
+    ``grace`` seconds to clean up. A task that raises cancels the others, as in any task group; a lone error comes out by
+    itself, not wrapped in a group. Where the block is left by an error, or the scope is cancelled from outside, the tasks are
+    asked to stop and cancelled at the same time.
 
     :raises ConfigError: ``timeout`` or ``grace`` is no number of seconds from 0 (``math.inf``: no end).
     """

@@ -4,9 +4,9 @@ A signal has one receiver in the process, which tells every listener. In an even
 (``_SharedReceiver``), outside of one a plain handler (``_PlainReceiver``). An event loop that runs inside of a plain block
 receives instead, and tells both.
 
-A coordinator is made, installed (it is the current one, and no block has been entered), entered (by ``async with``, by
-``with``, or by a group's run, each also within another), and left. The process has a list of those that are installed or
-entered; the first is the current one.
+A coordinator is made, installed, entered and left. Installed, it is the current one, and no block has been entered. It is
+entered by ``async with``, by ``with``, or by a group's run, each also within another. The process has a list of those that are
+installed or entered; the first is the current one.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class EarlySignals:
 class _SharedReceiver:
     """The process's one receiver of one signal, shared by all who listen to it.
 
-    anyio's receivers do not nest on asyncio and leave the default handler behind, so there is one a signal, opened by the
-    first listener and closed, with the earlier handler restored, by the last. Any listener's task may do the receiving; when
+    anyio's receivers do not nest on asyncio and leave the default handler behind. So there is one for each signal: the first
+    listener opens it. The last one closes it and restores the earlier handler. Any listener's task may do the receiving; when
     it ends, another's goes on with the same receiver, so that no signal falls between two.
     """
 

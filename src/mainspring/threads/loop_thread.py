@@ -32,10 +32,10 @@ _RUN_NOTHING: Final = inspect.CO_COROUTINE | inspect.CO_GENERATOR | inspect.CO_A
 class LoopThread:
     """An event loop that runs in a thread of its own, for programs whose other threads are not async.
 
-    ``with LoopThread() as thread`` starts and stops it; :meth:`post` and :meth:`submit` are the ways in, from any thread.
-    It lives once: idle, starting, running, stopping, stopped. An object that is dropped stops its thread, without waiting,
-    and the end of the interpreter stops all of them: what was accepted is done first, within the same limits as by
-    :meth:`stop`. It belongs to the process that started it: in a forked child each call raises :class:`ConfigError`.
+    ``with LoopThread() as thread`` starts and stops it; :meth:`post` and :meth:`submit` are the ways in, from any thread. It
+    lives once: idle, starting, running, stopping, stopped. An object that is dropped stops its thread, without waiting. The end
+    of the interpreter stops all of them. What was accepted is done first, within the same limits as by :meth:`stop`. It belongs
+    to the process that started it: in a forked child each call raises :class:`ConfigError`.
 
     :param name: of the thread, for errors and logs.
     :param backend: ``"asyncio"`` or ``"trio"``.
@@ -168,7 +168,7 @@ class LoopThread:
         the thread. Where the thread does not run it returns True at once, and when it ends. It may be called from any number of
         threads.
 
-        :raises ConfigError: an event loop runs in this thread, and would stand still; or this is a part of what is in flight,
+        :raises ConfigError: an event loop runs in this thread, and would stand still. Or this is a part of what is in flight,
             as a callback or a plain handler, and would wait for itself.
         :raises InvalidParameterError: ``timeout`` is not a time.
         """
@@ -180,16 +180,16 @@ class LoopThread:
         """Accept nothing more, do what was accepted, and wait for the end of the thread; whether all ended by itself.
 
         Submitted functions get ``timeout`` seconds (None: ``stop_timeout``), then they are cancelled, and their tickets fail.
-        ``cancel_grace`` seconds later this returns False in any case: where a callback blocks or a task swallows its
-        cancellation, the line on which the thread stands is logged, and the thread goes on by itself.
+        ``cancel_grace`` seconds later this returns False in any case. If a callback blocks or a task swallows its cancellation,
+        the line on which the thread stands is logged, and the thread goes on by itself.
 
         From any thread, any number of times; all calls wait for the same end, and the shortest timeout holds. After one has
-        returned False all do, and where the event loop broke. In the event loop's own thread, as in a callback, and in a worker
-        thread that works for it, as a plain handler does, it does not wait, and returns True. In another event loop it blocks
-        that one: there, ``await anyio.to_thread.run_sync(thread.stop)``. From a signal handler too: a handler that interrupts,
-        on trio, the call that wakes the event loop does not wait, since the loop can end only behind that. What still runs may
-        need something that the interrupted code has to do, as the :meth:`start` of this thread; it is then cancelled or given
-        up at the timeouts.
+        returned False all do, and where the event loop broke. It does not wait, and returns True, in the event loop's own
+        thread (as in a callback) and in a worker thread that works for it (as in a plain handler). In another event loop it
+        blocks that one: there, ``await anyio.to_thread.run_sync(thread.stop)``. From a signal handler too: a handler that
+        interrupts, on trio, the call that wakes the event loop does not wait, since the loop can end only behind that. What
+        still runs may need something that the interrupted code has to do, as the :meth:`start` of this thread; it is then
+        cancelled or given up at the timeouts.
 
         :raises InvalidParameterError: ``timeout`` is not a time.
         """

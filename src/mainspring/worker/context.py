@@ -137,12 +137,12 @@ class Context:
         """Return a transaction of the mailbox's database: the handler's writes and the acknowledgement commit together.
 
         ``async with ctx.transaction() as connection:`` yields the driver's connection (PostgreSQL: a psycopg
-        ``AsyncConnection``). So an effect is applied exactly once, however often the message is delivered: where the lease
-        was lost, or anything fails, nothing of it remains. See :meth:`Mailbox.transaction` for what it raises. The message
-        is settled when the block has been left: return at once, what comes behind it is not tried again. To a requester,
-        ``await ctx.message.reply(result)`` in the block commits the result with the rest; what is returned behind it is sent
-        after the commit, once, and lost where the process dies in between. The connection is async: a plain ``def`` handler
-        has an ``async def`` with the block run by ``anyio.from_thread.run``.
+        ``AsyncConnection``). So an effect is applied exactly once, however often the message is delivered: where the lease was
+        lost, or anything fails, nothing of it remains. See :meth:`Mailbox.transaction` for what it raises. The message is
+        settled when the block has been left: return at once, what comes behind it is not tried again. To a requester, ``await
+        ctx.message.reply(result)`` in the block commits the result with the rest. What is returned behind it is sent once,
+        after the commit, and is lost if the process dies in between. The connection is async: a plain ``def`` handler has an
+        ``async def`` with the block run by ``anyio.from_thread.run``.
         """
         message = self._delivery.message
         return _TransactionBlock(message.mailbox.transaction(message))

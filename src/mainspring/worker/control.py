@@ -95,8 +95,8 @@ class DrainRequest(ControlMessage[bool]):
 
 @dataclass(frozen=True, slots=True)
 class ShutdownRequest(ControlMessage[bool]):
-    """Take no new work and end: what is in hand may take ``timeout`` seconds, and is then cancelled; the whole run is, where
-    the work has not ended ``cancel_grace`` seconds later. The answer comes at the end: whether all ended by itself.
+    """Take no new work and end. What is in hand may take ``timeout`` seconds, and is then cancelled. The whole run is cancelled
+    if the work has not ended ``cancel_grace`` seconds later. The answer comes at the end: whether all ended by itself.
 
     Of several the one that ends it soonest counts.
 

@@ -54,11 +54,11 @@ class LoopOptions(TypedDict, total=False):
 class DLQConsumer(MainLoop):
     """Takes the dead letters of a mailbox, hands each to a handler as a :class:`DeadLetter`, and does what it says.
 
-    The handler (``(letter)`` or ``(letter, ctx)``, async or plain) returns None or ``Verdict.PURGE`` to have the dead letter
-    forgotten, ``Verdict.REPLAY`` to have it sent to its mailbox again, or ``Verdict.KEEP`` to leave it where it is. ``Retry``,
-    and any other error, brings it again later by ``retry``; ``Reject``, or errors until ``dead_letter`` says enough, keep it:
-    whatever a handler does but return, a dead letter is not lost. While it is worked on it stays among the dead letters of the
-    mailbox and is leased, so that of several consumers, in whatever processes, one has it; after a crash another takes over.
+    The handler is ``(letter)`` or ``(letter, ctx)``, async or plain. It returns None or ``Verdict.PURGE`` to have the dead
+    letter purged, ``Verdict.REPLAY`` to have it replayed, or ``Verdict.KEEP`` to leave it where it is. ``Retry``, and any other
+    error, brings it again later by ``retry``; ``Reject``, or errors until ``dead_letter`` says enough, keep it: whatever a
+    handler does but return, a dead letter is not lost. While it is handled it stays among the dead letters of the mailbox and
+    is leased: of several consumers, in whatever processes, one has it. After a crash another takes over.
 
     :param mailbox: whose dead letters; it is opened if it is not open, and a MainLoop may work on it beside this.
     :param look_every: seconds between looks for dead letters that died in other processes, or of their age; those of the

@@ -98,8 +98,8 @@ IDLE_HOLD = 1.0
 class Capacity:
     """Slots for messages, shared by loops. A loop claims no message that it has no slot for.
 
-    A loop that waits for work holds one slot only, and after a second gives it up to a loop that wants one: none is starved
-    by an idle one, and where there are more loops than slots they wait for work in turns.
+    A loop that waits for work holds one slot only, and after a second gives it up to a loop that wants one. So an idle loop
+    starves none, and more loops than slots wait for work in turns.
     """
 
     def __init__(self, slots: int) -> None:
@@ -204,7 +204,7 @@ OVERDUE = 2 * AHEAD
 class ClaimAhead:
     """Decides how many messages a loop may have in hand: as many as it has slots, or as began in the last ``AHEAD`` seconds.
 
-    The rate is looked at when messages are claimed. A loop that was idle, or has just started, begins with its slots alone: a
+    The rate is looked at when messages are claimed. A loop that was idle, or has just started, begins with its slots alone. A
     message that kills its process costs the others in hand an attempt, and is then the first to come again.
     """
 
@@ -234,8 +234,8 @@ class ClaimAhead:
 class Slots:
     """The messages in hand, oldest first: those that are handled, those claimed ahead, and those being settled.
 
-    Where a mailbox keeps the order of its calls (``ordered``), the slot of a message is free as soon as its settlement has
-    been asked for: a claim made from then on comes after it, so that the two never hold a lease at once.
+    If a mailbox keeps the order of its calls (``ordered``), the slot of a message is free as soon as its settlement has been
+    asked for. A claim made from then on comes after it, so that the two never hold a lease at once.
     """
 
     def __init__(self, concurrency: int, *, ordered: bool, capacity: Capacity | None) -> None:

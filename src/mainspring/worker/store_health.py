@@ -24,9 +24,10 @@ SILENCE = 10.0
 class StoreHealth:
     """What the last answers, or the lack of them, say.
 
-    While receives fail, nothing else shows that work can be claimed again. A loop whose slots are all taken does not
-    receive: then its renewals and settlements are what tells, and any answer ends their trouble. Where none of them is tried
-    again, as with a lost lease whose handler goes on, or in a pause or a long poll, ``ask`` is called until it is answered.
+    While receives fail, only an answered receive shows that work can be claimed again. A loop whose slots are all taken does
+    not receive: then its renewals and settlements count, and any answer of theirs ends the trouble. None of them may be tried
+    again: a lease is lost and its handler goes on, or the loop pauses or is in a long poll. Then ``ask`` is called until it is
+    answered.
     """
 
     def __init__(self, name: str, ask: Callable[[], Awaitable[object]], dispatcher: Dispatcher) -> None:

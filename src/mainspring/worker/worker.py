@@ -483,9 +483,9 @@ class Worker:
 class OpenReceive:
     """What one receiver asks of the mailbox, one call after the other, as one subject of the watchdog.
 
-    It is judged by how long an answer is overdue: never while nothing is asked, while the receive waits as it was told to, or
-    while the loop is paused or told to stop. A stall cancels ``scope``, in which the receiver runs; the receiver then goes on
-    with another claim, so that the watchdog can tell the two apart.
+    It is judged by how long an answer is overdue. None is due while nothing is asked, while the receive waits as it was told
+    to, or while the loop is paused or told to stop. A stall cancels ``scope``, in which the receiver runs; the receiver then
+    goes on with another claim, so that the watchdog can tell the two apart.
     """
 
     message_id: str | None = None

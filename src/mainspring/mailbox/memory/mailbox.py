@@ -196,8 +196,8 @@ class MemoryBackend(Backend):
     async def send(self, envelopes: list[Envelope]) -> list[str]:
         """Store messages. It never waits, and cancelled it has sent nothing.
 
-        So that one who sends without end does not keep the event loop to itself, every 32nd send lets the other tasks have a
-        turn first; where there is a capacity, every one does.
+        Every 32nd send lets the other tasks have a turn first, so that a sender without end does not keep the event loop to
+        itself. With a capacity, every send does.
         """
         store = self._opened or self._here()
         self._sends += 1
@@ -334,8 +334,8 @@ class MemoryBackend(Backend):
 class ReceiveWaker:
     """Wakes those who wait at a queue, through an anyio memory object stream of tokens.
 
-    A token says only that looking again may be worth while, so a lost one must never matter: the stream keeps one token for
-    a receive that is about to wait, a receive that leaves passes the wake on, and a receive that takes messages wakes the next.
+    A token says only that looking again may be worth while, so a lost one must never matter. The stream keeps one token for a
+    receive that is about to wait. A receive that leaves passes the wake on, and a receive that takes messages wakes the next.
     """
 
     def __init__(self) -> None:

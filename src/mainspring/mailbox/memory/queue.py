@@ -29,7 +29,7 @@ QUEUE_SWEEP_FROM = 64
 class QueuedMessage(ClaimedMessage):
     """One stay of a message in the queue: from when it begins to wait until its delivery ends.
 
-    A claim hands out the entry itself as the delivery; a message that comes back does so as a new entry, so that the old one
+    A claim hands out the entry itself as the delivery. A message that comes back does so as a new entry, so that the old one
     stays what its holder knew. ``attempt`` counts the attempt to come. ``place``, ``order`` and ``lease_until`` are there from
     when it has been put, has waited and is leased.
     """
@@ -141,9 +141,9 @@ HEAP_SWEEP_FROM = 1_024
 class Timers:
     """Instants and whose they are.
 
-    An item holds keys, not messages: the serial number of one that waits (``waiting`` says whose), or the receipt handles
-    of one claim (``in_flight`` says whose). A key whose message has moved on is dead; it stays until its item comes to the
-    top or the dead outnumber the living, so that each message pays a constant for it and memory stays flat.
+    An item holds keys, not messages: the serial number of one that waits (``waiting`` says whose), or the receipt handles of
+    one claim (``in_flight`` says whose). A key whose message has moved on is dead. It stays until its item comes to the top, or
+    the dead outnumber the living. So each message pays a constant for it, and memory stays flat.
     """
 
     __slots__ = ("_serial", "_stale", "_sweep_at", "_weight", "heap", "in_flight", "waiting")

@@ -1,21 +1,21 @@
 """Mailboxes on a NATS server with JetStream.
 
 A mailbox is six streams and three durable consumers (``names.py``). Each message has a subject of its own, and a stream keeps
-one message a subject, so the server fences each step: "add unless there is one", "replace if it is still number n", "remove
-number n" (``streams.py``). The states of a message:
+one message a subject. So the server fences each step (``streams.py``): "add unless there is one", "replace if it is still
+number n", "remove number n". The states of a message:
 
 - Delayed: in the stream ``delayed``. The scheduler of an open mailbox adds it to ``queue`` when it is due, then removes it.
 - Pending: in ``queue``, not out with the queue's consumer.
 - In flight: in ``queue``, out with the consumer. The lease is the ack wait of the consumer, or a nak with a delay where its
-  length is another one. A message that comes back is replaced by itself under a new number, at the tail: its former holder
+  length is another one. A message that comes back is replaced by itself under a new number, at the tail. Its former holder
   knows only the old number, and can do nothing to it any more.
 - Dead: in ``dead``, with the error in headers.
 - Settled: in none of them. ``expiries`` has a note for each message that may expire. ``moves`` counts the additions that were
   no sends, so that the counts add up.
 
-Invariants: a message that moves is added to the new stream before it is removed from the old one, so it is never in neither;
-where the removal finds that the lease was lost, the copy is removed again. Counting and moving exclude each other within one
-mailbox object (``ReadWriteLock``). No lease lasts longer on the holder's clock than on the server's.
+Invariants: a message that moves is added to the new stream before it is removed from the old one, so it is never in neither. If
+the removal finds that the lease was lost, the copy is removed again. Counting and moving exclude each other within one mailbox
+object (``ReadWriteLock``). No lease lasts longer on the holder's clock than on the server's.
 
 A cancelled receive withdraws its pull request and puts back what the server had sent for it. A call under way on a connection
 that is lost fails at once with :class:`MailboxConnectionError`. What it asked for may have happened: a lease whose settlement

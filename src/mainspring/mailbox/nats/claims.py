@@ -72,10 +72,10 @@ def nak(seconds: float) -> bytes:
 LONGEST_PULL = 30.0
 """Seconds of one pull request; a longer wait consists of several."""
 SHORTEST_PULL = 1.0
-"""Seconds that a pull request of a longer wait lasts at least. It lasts at most half the lease: the server has then
-forgotten the pulls of a killed process before any lease of that process ends. Server 2.9 gives a message that comes
-back to such a pull if no other waits. It then loses sight of that message until the ack wait has passed again, and
-delivers the message before it once more, as if for the first time, while its holder works on it."""
+"""Seconds that a pull request of a longer wait lasts at least. It lasts at most half the lease: the server has then forgotten
+the pulls of a killed process before any lease of that process ends. Server 2.9 gives a message that comes back to such a pull
+if no other waits. It then loses sight of that message until the ack wait has passed again. Meanwhile it delivers the message
+before it once more, as if for the first time, while its holder works on it."""
 FRESH_SHARE = 0.05
 """The share of a lease that a claim may take to arrive. After a longer wait the lease is renewed first."""
 YOUNG = 1.0
@@ -157,9 +157,9 @@ class Claims:
     async def _poll(self, limit: int) -> list[RawMessage]:
         """Return what is available now: what several short pulls bring.
 
-        A busy server may not answer a short pull in time. A short pull that ends before the server gets to it must not
-        receive a message that comes back (see :data:`SHORTEST_PULL`): so a pull without an end is made first if something
-        may come back. If the server says that there is more, longer pulls follow. A cancelled call has claimed nothing.
+        A busy server may not answer a short pull in time. A short pull that ends before the server gets to it must not receive
+        a message that comes back (see :data:`SHORTEST_PULL`). So a pull without an end is made first if something may come
+        back. If the server says that there is more, longer pulls follow. A cancelled call has claimed nothing.
         """
         found: list[RawMessage] = []
         try:

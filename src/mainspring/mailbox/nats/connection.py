@@ -430,8 +430,8 @@ wrongly: it may not have noticed what was just sent. And where what it has count
 MAX_POLL_TIMEOUT = 0.5
 """Seconds that the last of some short pulls lasts, if the server says that there is something and does not deliver it."""
 OVERDUE = 0.5
-"""Seconds after its end at which a pull counts as ended although the server does not say so: if several wait, server
-2.9 now and then drops a finished one without a word."""
+"""Seconds after its end at which a pull counts as ended although the server does not say so. If several wait, server 2.9 now
+and then drops a finished one silently."""
 
 
 class Puller:

@@ -42,10 +42,10 @@ R = TypeVar("R", default=Any)
 class NatsMailbox(Mailbox[T, R]):
     """A queue on a NATS server (2.9 or newer) with JetStream; any number of processes and machines share it.
 
-    A message is pending in a work-queue stream, is leased by the ack wait of a durable consumer (or, for another length, by
-    a nak with a delay), and gets a new number in the stream before it is delivered again. Delayed messages and dead letters
-    are in streams of their own, checkpoints in a key-value bucket. It has no priorities, and what is released goes to the
-    tail. It runs on asyncio only, as its driver (nats-py) does. See docs/how-to/nats.md.
+    A message is pending in a work-queue stream. The ack wait of a durable consumer leases it, or, for another length, a nak
+    with a delay. It gets a new number in the stream before it is delivered again. Delayed messages and dead letters are in
+    streams of their own, checkpoints in a key-value bucket. It has no priorities, and what is released goes to the tail. It
+    runs on asyncio only, as its driver (nats-py) does. See docs/how-to/nats.md.
 
     :param server: the URL of the server, or of several of one cluster (hosts by comma): ``nats://user:password@host:4222``.
         The other parameters can stand in its query instead, as in ``?name=jobs``, but for ``body`` and ``reply``.

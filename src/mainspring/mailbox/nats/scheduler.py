@@ -179,7 +179,7 @@ class ExpiryScheduler(Scheduler):
     """Moves messages to the dead letters when they expire, unless a worker has them.
 
     A note of an expiry stays until its message is settled or dead. While the message is in flight, or may be, the note comes
-    again: a message that is put back then (by a cancelled receive, by a nack that met the expiry) has no other reminder.
+    again. A message that a cancelled receive, or a nack at its expiry, then puts back has no other reminder.
     """
 
     def __init__(self, store: Store) -> None:
@@ -227,9 +227,8 @@ class ExpiryScheduler(Scheduler):
 
 
 EVERY = 30.0
-"""Seconds between two checks. After a reconnection there is one at once, and one ``SOON``. While the consumer seems to
-pass over messages, each check comes after as long again as that has been so: they move to the tail as soon as nothing
-is out."""
+"""Seconds between two checks. After a reconnection there is one at once, and one ``SOON``. While the consumer seems to pass
+over messages, each check waits as long again as that has lasted. The messages move to the tail as soon as nothing is out."""
 SOON = 1.0
 PATIENCE = 300.0
 """Seconds after which messages that the consumer passes over move to the tail although the consumer has messages out. Should

@@ -1,7 +1,7 @@
 """Make the tables and functions, which are kept in ``.sql`` files and versioned in the database, and maintain the tables.
 
 All that runs on the server are calls of functions. They are made together with the tables they fit, so a process finds the
-functions of the schema's version, whatever else is deployed; and a connection pooler has no prepared statements to mix up.
+functions of the schema's version, whatever else is deployed. A connection pooler has no prepared statements to mix up.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Mailboxes on a Redis or Valkey server.
 
-The library of Lua functions keeps every rule about messages: one call of it runs a batch of operations on one mailbox, in one
-step (``lua/store.lua`` says what a mailbox's keys hold, and what is left if a step fails halfway). Python brings operations of
+The library of Lua functions keeps every rule about messages. One call of it runs a batch of operations on one mailbox, in one
+step. ``lua/store.lua`` says what a mailbox's keys hold, and what is left if a step fails halfway. Python brings operations of
 concurrent callers together, and messages to receives that wait:
 
 ``mailbox``     checks, and makes commands of a backend's calls
@@ -12,12 +12,12 @@ concurrent callers together, and messages to receives that wait:
 ``connection``  the connections, which all mailboxes of a process and event loop share
 ``settings``    which server a URL means, and the options
 
-A command is queued, out, or done. Cancelled while queued it has no effect. Cancelled while out it may have one: the runner of
-the batcher goes on with the call, and a claim that comes back for a caller that is gone is undone by the next batch.
+A command is queued, out, or done. Cancelled while queued it has no effect. Cancelled while out it may have one. The runner of
+the batcher goes on with the call. The next batch undoes a claim that comes back for a caller that is gone.
 
 A lost connection makes all commands of the call fail, as they may have been done or not; senders decide whether to try again.
-Only the undoing of claims is retried by itself, with the next call: what this mailbox claimed and never heard of (known by the
-claimant in the receipts) becomes pending again. The server may also be lost for good: each lease ends by its own time.
+Only the undoing of claims is retried by itself, with the next call. What this mailbox claimed without getting the answer (known
+by the claimant in the receipts) becomes pending again. The server may also be lost for good: each lease ends by its own time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a Redis mailbox asks of its library of functions: the arguments of each operation, and how its result is read.
 
-First the keys of a mailbox, and how a message is kept; then the commands that only Redis has; then, for each kind of command,
-the function that writes it and the function that reads its result, in one table (``OPERATIONS``).
+First come the keys of a mailbox, and how a message is kept; then the commands that only Redis has. Then, for each kind of
+command, come the function that writes it and the one that reads its result, in one table (``OPERATIONS``).
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def check_command(command: Command, longest: int) -> None:
 class RedisClaim(batched.Claim):
     """Claim pending messages. ``again``: the library has to do more that is due first.
 
-    ``claimant`` marks the receipts. A claim that waits is put on the list of waiters if nothing is pending; with ``others``,
+    ``claimant`` marks the receipts. A claim that waits is put on the list of waiters if nothing is pending. With ``others``,
     more receives of this mailbox wait, and it is put there in any case.
     """
 

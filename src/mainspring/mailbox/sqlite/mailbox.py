@@ -39,11 +39,11 @@ R = TypeVar("R", default=Any)
 class SQLiteMailbox(Mailbox[T, R]):
     """A queue in a SQLite file; several queues (names) and several processes can share one file.
 
-    Operations of concurrent callers, of all mailboxes that this process has on the file, are committed together by one
-    thread. A send returns once the message is on disk. Leases follow the clock since boot, so that a changed date does not
-    touch them, and end with the boot; delays and expiries are dates, so that they outlast a restart of the machine. Beside
-    the file lie its ``-wal`` and ``-shm`` files, and a directory ``-wake`` through which processes wake each other. The
-    file must be on a local disk, and must not be used across a fork.
+    Operations of concurrent callers, of all mailboxes that this process has on the file, are committed together by one thread.
+    A send returns once the message is on disk. Leases follow the clock since boot, so that a changed date does not touch them,
+    and end with the boot. Delays and expiries are dates, so that they outlast a restart of the machine. Beside the file lie its
+    ``-wal`` and ``-shm`` files, and a directory ``-wake`` through which processes wake each other. The file must be on a local
+    disk, and must not be used across a fork.
 
     :param path: of the file, made where there is none; its directory must exist.
     :param name: of the queue in the file.

@@ -5,9 +5,9 @@ Where it stands is said by a small row in one other table: ``ready`` (in order o
 time) or ``leases`` (one per delivery; its key is the receipt handle). So a claim moves small rows and leaves bodies alone,
 and every statement finds its rows by a key: none depends on how many messages there are.
 
-Numbers (``seq``, ``pos``, ``lease``, ``place``) come from one counter, ``store.tick``, and are never used twice. Leases are
-in seconds since boot, and all of them belong to the boot named in ``store``; dates, delays and expiries are POSIX seconds,
-because they outlast a restart of the machine.
+Numbers (``seq``, ``pos``, ``lease``, ``place``) come from one counter, ``store.tick``, and are never used twice. Leases are in
+seconds since boot, and all of them belong to the boot named in ``store``. Dates, delays and expiries are POSIX seconds, because
+they outlast a restart of the machine.
 """
 
 # ruff: noqa: S608 - the statements are put together here, from constants; values are always bound

@@ -34,8 +34,8 @@ class Look(Command):
 class SQLiteWaiters(batched.Waiters):
     """The receives of one mailbox object that wait, as the store's threads see them.
 
-    ``signals`` is raised by those threads; ``cancelled`` is called with the ids of messages that were cancelled, also while
-    no receive waits where ``listens`` is set, and ``due_in`` with the seconds until the next thing is due.
+    ``signals`` is raised by those threads; ``cancelled`` is called with the ids of cancelled messages, also while no receive
+    waits if ``listens`` is set. ``due_in`` is called with the seconds until the next thing is due.
     """
 
     __slots__ = ("announced", "cancelled", "due_in", "listens", "loop", "mailbox")
