@@ -94,6 +94,25 @@ async def test_a_shutdown_while_it_waits_for_its_restart_ends_that_at_once_and_i
     assert group.report.exit_status == 0
 
 
+@pytest.mark.parametrize("ask", ["request_shutdown", "shutdown"])
+async def test_so_does_a_shutdown_of_that_loop_alone_and_the_next_run_is_not_used_up_by_it(ask, virtual_clock):
+    mailbox = box()
+    loop = MainLoop(mailbox, quick, body=dict)
+    group = LoopGroup([loop], restart=RestartPolicy(initial_delay=60, jitter="none"))
+    mailbox.next("claim", fail(RuntimeError("a bug in the driver")))
+    async with running(group):
+        await anyio.sleep(5)
+        if ask == "shutdown":
+            await loop.shutdown()
+        else:
+            loop.request_shutdown()
+    assert virtual_clock.now == 5
+    assert (group.report.reason, group.report.exit_status) == ("all loops ended", 0)
+    await mailbox.send({})
+    await group.run(install_signals=False, until_empty=True)
+    assert loop.outcomes == {"acknowledged": 1}
+
+
 async def test_a_main_loop_that_crashes_is_restarted_too(virtual_clock):
     mailbox = box()
     group = LoopGroup([MainLoop(mailbox, take_long, body=dict, name="jobs")], restart=POLICY)

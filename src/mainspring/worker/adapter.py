@@ -19,7 +19,6 @@ from mainspring.runtime.heartbeat import Heartbeat
 from mainspring.threads.entry import Entry
 from mainspring.threads.own_thread import OwnThread
 from mainspring.validation import MAX_DELAY, is_number, is_whole
-from mainspring.worker.control import DrainRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -238,12 +237,7 @@ class LoopAdapter:
 
     def stop_intake(self) -> None:
         """Have its ``shutdown`` called."""
-        self._call(self._told_to_stop)
-
-    def _told_to_stop(self) -> None:
-        self._stop.set()
-        if self.actor is not None:
-            self.actor.tell(DrainRequest())
+        self._call(self._stop.set)
 
     def pause(self) -> None:
         """Call its ``pause``."""

@@ -250,21 +250,19 @@ class MainLoop:
     def request_shutdown(self) -> None:
         """Ask for a shutdown and return: everything :meth:`shutdown` does before it waits. Callable from any thread or
         signal handler."""
-        self.stop_intake()
+        if (actor := self.actor) is not None:
+            actor.tell(DrainRequest())
+        else:
+            self.stop_intake()
 
     def announce_shutdown(self) -> None:
         """Tell the handlers (``ctx.shutting_down``) that the end is near."""
         self._tell(lambda worker: worker.shutting_down.set())
 
     def stop_intake(self) -> None:
-        """Receive no more; what was claimed and not begun is handed back."""
+        """Receive no more; what was claimed and not begun is handed back. In a group, its actor calls it."""
         self._stop_asked = True
-        self._tell(self._shut_down)
-
-    def _shut_down(self, worker: Worker) -> None:
-        worker.shut_down()
-        if self.actor is not None:
-            self.actor.tell(DrainRequest())
+        self._tell(Worker.shut_down)
 
     def pause(self) -> None:
         """Take no new work until :meth:`resume`; what was claimed and not begun is handed back, running handlers go on.

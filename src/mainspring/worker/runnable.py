@@ -75,7 +75,7 @@ class Steerable(Runnable, Protocol):
     shutdown_priority: int
     pausable: bool
     actor: LoopActor | None
-    """The actor that serves its control messages, or None. What stops the loop past it tells it a DrainRequest."""
+    """The actor that serves its control messages, or None. What asks the loop itself for a shutdown asks its actor."""
 
     def pause(self) -> None:
         """Take no new work until :meth:`resume`."""
