@@ -44,6 +44,7 @@ from mainspring.mailbox.limits import (
     reply_address,
 )
 from mainspring.mailbox.message import (
+    UNREADABLE,
     Ack,
     CancelOutcome,
     ClaimedMessage,
@@ -580,6 +581,9 @@ class Mailbox(Generic[T, R]):
             messages: list[Message[T, R]] = []
             undecodable: list[tuple[ClaimedMessage, Dead]] = []
             for delivery in deliveries:
+                if not delivery.is_readable:
+                    undecodable.append((delivery, UNREADABLE))
+                    continue
                 try:
                     messages.append(Message(self, delivery, decode(delivery.body)))
                 except NotJsonError as error:

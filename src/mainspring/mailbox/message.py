@@ -63,6 +63,8 @@ class ClaimedMessage:
     """The instant (anyio's clock) from which the lease surely counts: just before the claim was made."""
     history: str | None = None
     """What the last :class:`Nack` with a ``history`` left with the message, as it was given (JSON text)."""
+    is_readable: bool = True
+    """False if what the store holds beside the body was not written by a mailbox: the receive dead-letters the message."""
 
     @property
     def queue_seconds(self) -> float:
@@ -124,6 +126,7 @@ class Keep(Dead):
     __slots__ = ()
 
 
+UNREADABLE = Dead("what the store holds for this message was not written by a mailbox", "NotJsonError")
 EXPIRED = Dead("it was not done before its time (expires_in) ran out", "MessageExpiredError")
 """Why a message is dead that was not in flight when its ``expires_in`` was over."""
 

@@ -21,6 +21,22 @@ async def bury(mailbox, bodies):
         await message.dead_letter("no")
 
 
+async def test_messages_with_headers_that_no_mailbox_wrote_are_dead_letters(place):
+    """They harm neither their neighbours nor the receive that meets them."""
+    async with place.mailbox() as mailbox:
+        ids = await mailbox.send_many(["first", "spoiled", "spoiled", "last"], headers={"kind": "letter"})
+        place.execute("UPDATE SCHEMA.messages SET headers = '[1]' WHERE id = ANY(%s)", ids[1:3])
+        received = [(await mailbox.receive())[0] for _ in range(2)]
+        assert [(message.body, message.headers) for message in received] == [
+            ("first", {"kind": "letter"}),
+            ("last", {"kind": "letter"}),
+        ]
+        dead = await mailbox.dead_letters()
+        assert [(letter.body, letter.headers, letter.error_type) for letter in dead] == [
+            ("spoiled", {}, "NotJsonError")
+        ] * 2
+
+
 @pytest.mark.slow
 async def test_so_many_that_no_single_call_could_replay_them_in_time(place):
     async with place.mailbox(timeout=2) as mailbox:

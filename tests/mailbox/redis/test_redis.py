@@ -289,7 +289,7 @@ async def test_values_that_no_mailbox_wrote_are_dead_letters(here, anyio_backend
         assert [message.body for message in got] == [f"good {len(bad)}"]
         letters = await mailbox.dead_letters()
         assert {letter.message_id for letter in letters} == set(ids[:-1])
-        assert all(letter.error_type == "SerializationError" for letter in letters)
+        assert all(letter.error_type == "NotJsonError" for letter in letters)
         await mailbox.purge_dead_letters()
         (message_id,) = await mailbox.send_many(["glimpsed"])
         here.call("HSET", here.key("messages"), message_id, "rubbish")

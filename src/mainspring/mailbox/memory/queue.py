@@ -55,6 +55,7 @@ class QueuedMessage(ClaimedMessage):
         self.checkpoint = None
         self.leased_at = None
         self.history = None
+        self.is_readable = True
         self.priority = sent.priority
         self.dedup_key = sent.dedup_key
         self.expires_at = expires_at

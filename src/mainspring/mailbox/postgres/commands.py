@@ -116,8 +116,6 @@ class StatementBatch:
     statements: list[Statement] = field(default_factory=list)
     became_pending: Counter[int] = field(default_factory=Counter)
     """How many messages became pending, by mailbox."""
-    unreadable: list[ClaimedMessage] = field(default_factory=list)
-    """Claimed messages with headers that cannot be read."""
     due_in: float | None = None
     """Seconds until something is due, as far as the batch has learnt."""
     newly_listening: bool = False
@@ -247,11 +245,9 @@ class StatementBatch:
                 checkpoint,
                 self.now,
                 history,
+                known is not None,
             )
-            if known is None:
-                self.unreadable.append(delivery)
-            else:
-                deliveries.append(delivery)
+            deliveries.append(delivery)
         for rank, pos in last.items():
             self.watermark.claimed(rank, pos)
         return deliveries

@@ -49,7 +49,7 @@ from mainspring.mailbox.postgres.transactions import (
     send_within_capacity,
     statements_to_join,
 )
-from mainspring.mailbox.postgres.values import UNREADABLE, Shorts, Texts, array, dead_row, portions
+from mainspring.mailbox.postgres.values import Shorts, Texts, array, dead_row, portions
 from mainspring.mailbox.settings import reads_query
 from mainspring.mailbox.sync import ThreadConnection
 from mainspring.runtime.interval import Periodic
@@ -319,10 +319,6 @@ class PostgresBackend(BatchedBackend):
             shared.schema, self._number, self._watermark, self._now(), lock_wait=lock_wait, apart=apart
         )
         await shared.connections.run(batch.build(commands))
-        for delivery in batch.unreadable:
-            self._batcher.post(Settle(delivery, UNREADABLE, None))
-        if batch.unreadable:
-            shared.wake(self._number, 1)  # for what lies behind
         self._notify(batch)
 
     async def _execute_alone(self, command: Command) -> None:

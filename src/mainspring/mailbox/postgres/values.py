@@ -145,7 +145,6 @@ def register(adapters: AdaptersMap, *, is_utf8: bool = False) -> None:
 C = TypeVar("C")
 PORTION = 5_000_000
 """Bytes from which the messages, replies or checkpoints of a batch go in several calls: on one of 1 GiB the server hangs up."""
-UNREADABLE = Dead("the stored headers are no JSON object of strings", "NotJsonError")
 
 
 def size_of_settlement(command: Settle) -> int:

@@ -16,7 +16,16 @@ from mainspring.errors import MailboxConnectionError, SerializationError
 from mainspring.mailbox import batched
 from mainspring.mailbox.batched import AcknowledgeMany, Command
 from mainspring.mailbox.limits import check_size, full, lease_over
-from mainspring.mailbox.message import EXPIRED, UNKNOWN, Cancelled, CancelOutcome, ClaimedMessage, Counts, Dead
+from mainspring.mailbox.message import (
+    EXPIRED,
+    UNKNOWN,
+    UNREADABLE,
+    Cancelled,
+    CancelOutcome,
+    ClaimedMessage,
+    Counts,
+    Dead,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -49,7 +58,6 @@ MOST_DEAD: Final = 1_000
 """Dead letters that one operation moves: other callers are to be served in between."""
 AGAIN: Final = object()
 """The result of a command if the library has to do more that is due before it can do it."""
-UNREADABLE: Final = Dead("what the store holds for this message was not written by a mailbox", "SerializationError")
 
 
 def base_of(name: str) -> bytes:
@@ -112,17 +120,15 @@ def claimed_at(receipt: bytes) -> int:
     return int(receipt.partition(b".")[0])
 
 
-def delivery_of(
-    token: bytes, value: bytes, details: dict[bytes, bytes] | None, leased_at: float
-) -> tuple[ClaimedMessage, bool]:
-    """Read a delivery and return whether its value is readable. ``details`` is what only some messages have."""
+def delivery_of(token: bytes, value: bytes, details: dict[bytes, bytes] | None, leased_at: float) -> ClaimedMessage:
+    """Read a delivery. ``details`` is what only some messages have."""
     receipt = token.decode()
     tick, _, _, spot = receipt.split(".", 3)
     claimed, message_id = int(tick) / MICRO, spot[16:]
     try:
         sent, body, reply_to, headers = read_message(value)
     except SerializationError:
-        return ClaimedMessage(message_id, value, receipt, 1, 1, 0.0, claimed), False
+        return ClaimedMessage(message_id, value, receipt, 1, 1, 0.0, claimed, is_readable=False)
     delivery = ClaimedMessage(message_id, body, receipt, 1, 1, sent, claimed, reply_to, headers, None, leased_at)
     if details is not None:
         if b"b" in details:
@@ -131,7 +137,7 @@ def delivery_of(
             delivery.first_received_at = first / MICRO
         delivery.checkpoint = details.get(b"c")
         delivery.history = details[b"h"].decode("utf-8", "replace") if b"h" in details else None
-    return delivery, True
+    return delivery
 
 
 def _numbers(text: bytes, count: int) -> list[int]:
@@ -209,7 +215,6 @@ class RedisClaim(batched.Claim):
 
     claimant: str
     others: bool
-    unreadable: list[ClaimedMessage] = field(default_factory=list, init=False)
     again: bool = field(default=False, init=False)
 
 
@@ -384,8 +389,7 @@ def _take_claims(call: FunctionCall, claims: Sequence[RedisClaim], result: Any) 
     for claim in claims:
         claim.result, claim.again = [], bool(again)
         for number in range(start, min(start + claim.limit, len(receipts))):
-            delivery, readable = delivery_of(receipts[number], values[number], details.get(number), call.leased_at)
-            (claim.result if readable else claim.unreadable).append(delivery)
+            claim.result.append(delivery_of(receipts[number], values[number], details.get(number), call.leased_at))
         start += claim.limit
 
 

@@ -32,14 +32,12 @@ from mainspring.errors import (
     MailboxClosedError,
     MailboxConnectionError,
     MainspringError,
-    ReceiptHandleExpiredError,
     copied,
 )
-from mainspring.mailbox.batched import Batcher, DeadLetterCommand, Open, Unclaim
+from mainspring.mailbox.batched import Batcher, Open, Unclaim
 from mainspring.mailbox.redis.client import Batches
 from mainspring.mailbox.redis.commands import (
     MICRO,
-    UNREADABLE,
     Leave,
     Recover,
     RedisClaim,
@@ -523,12 +521,7 @@ class Receiving:
         while True:
             command = RedisClaim(limit, visibility, waits, self.batches.claimant, bool(self.receives.line))
             found: list[ClaimedMessage] = await self.batcher.call(command)
-            dead_lettered = 0
-            for delivery in command.unreadable:
-                with suppress(ReceiptHandleExpiredError):  # it comes again
-                    await self.batcher.call(DeadLetterCommand(delivery, UNREADABLE))
-                    dead_lettered += 1
-            if command.again or (dead_lettered and not found):
+            if command.again:
                 continue
             if found and self.closed:
                 self._undo(command)
@@ -545,7 +538,7 @@ class Receiving:
     def _undo(self, command: Command) -> None:
         """Undo a claim whose receive is gone, before any other operation."""
         if type(command) is RedisClaim:
-            self._undo_claims(*(command.result or ()), *command.unreadable)
+            self._undo_claims(*(command.result or ()))
 
     def _undo_claims(self, *claimed: ClaimedMessage) -> None:
         if claimed:
@@ -566,10 +559,8 @@ class Receiving:
         visible, token, value, *rest = strings
         leased_at = min(self._now(), claim / MICRO + self.batches.clock_offset)
         details = dict(zip(rest[::2], rest[1::2], strict=True)) if rest else None
-        delivery, readable = delivery_of(token, value, details, leased_at)
-        if not readable:
-            self.batcher.post(DeadLetterCommand(delivery, UNREADABLE))
-        elif self.closed or not self.receives.give(delivery, int(visible)):
+        delivery = delivery_of(token, value, details, leased_at)
+        if self.closed or not self.receives.give(delivery, int(visible)):
             self._undo_claims(delivery)
         self.receives.signals += 1  # this process is off the list: a receive that is about to wait claims once more
         if self.receives.line:

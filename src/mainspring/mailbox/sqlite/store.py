@@ -160,7 +160,6 @@ def _drop_dead(work: UnitOfWork, command: batched.ReplayDead | batched.PurgeDead
 
 ALL = 1_000_000
 """More receives than wait for one mailbox."""
-_UNREADABLE = Dead("the stored headers are no JSON object of strings", "NotJsonError")
 
 
 def perform(connection: Connection, commands: Sequence[Command], boot: float, wall: float) -> UnitOfWork:
@@ -234,10 +233,7 @@ def _claim(work: UnitOfWork, commands: list[batched.Claim]) -> None:
         alike.setdefault((command.mailbox, command.visibility), []).append(command)
     for (mailbox, visibility), claims in alike.items():
         limit = sum(claim.limit for claim in claims)
-        deliveries, buried = _lease(work, mailbox, limit, visibility)
-        while buried:
-            more, buried = _lease(work, mailbox, limit - len(deliveries), visibility)
-            deliveries += more
+        deliveries = _lease(work, mailbox, limit, visibility)
         if len(deliveries) < limit:
             work.exhausted(mailbox)
         start = 0
@@ -248,8 +244,8 @@ def _claim(work: UnitOfWork, commands: list[batched.Claim]) -> None:
                 work.empty.add(mailbox)
 
 
-def _lease(work: UnitOfWork, mailbox: int, limit: int, visibility: float) -> tuple[list[ClaimedMessage], int]:
-    """Lease what comes first; and how many more were buried in its place, as they cannot be read."""
+def _lease(work: UnitOfWork, mailbox: int, limit: int, visibility: float) -> list[ClaimedMessage]:
+    """Lease what comes first."""
     wall = work.wall
     rows = work.rows(sql.FIRST_READY, (mailbox, limit))
     while expired := [row for row in rows if row[-1] is not None and row[-1] <= wall]:  # more than were swept
@@ -258,7 +254,7 @@ def _lease(work: UnitOfWork, mailbox: int, limit: int, visibility: float) -> tup
         rows = work.rows(sql.FIRST_READY, (mailbox, limit))
     if not rows:
         work.counts(mailbox)  # which tells the receivers of one that is gone
-        return [], 0
+        return []
     until = work.boot + visibility
     lease = work.tick
     found = len(rows)
@@ -275,27 +271,20 @@ def _lease(work: UnitOfWork, mailbox: int, limit: int, visibility: float) -> tup
     delta.in_flight += found
     deliveries = []
     expiring = []
-    unreadable = []
-    for _, _, seq, name, body, enqueued_at, reply_to, headers, ended, charged, first, *kept, expires_at in rows:
+    for _, _, seq, name, body, sent, reply_to, headers, ended, charged, first, *kept, expires_at in rows:
         lease += 1
         if expires_at is not None:
             expiring.append((expires_at, seq))
         known = {} if headers is None else headers_of(headers)
-        if known is None:
-            unreadable.append((lease, seq))
-            continue
         since = wall if first is None else first
         delivery = ClaimedMessage(
-            name, body, str(lease), ended + 1, charged + 1, enqueued_at, since, reply_to, known, kept[0], None, kept[1]
+            name, body, str(lease), ended + 1, charged + 1, sent, since, reply_to, known or {}, kept[0], None, kept[1]
         )
+        delivery.is_readable = known is not None
         deliveries.append(delivery)
     if expiring:
         work.many(sql.NOT_EXPIRING, expiring)
-    for taken, seq in unreadable:
-        work.execute(sql.DROP_LEASE, (taken,))
-        delta.in_flight -= 1
-        work.dead_letter(mailbox, seq, _UNREADABLE, 1, wall)
-    return deliveries, len(unreadable)
+    return deliveries
 
 
 def _unclaim(work: UnitOfWork, commands: list[batched.Unclaim]) -> None:
