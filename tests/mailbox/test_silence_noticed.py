@@ -19,7 +19,7 @@ from mainspring.mailbox.nats import connection as nats_connection
 from mainspring.mailbox.postgres import connection as postgres_connection
 from mainspring.mailbox.postgres import mailbox as postgres_mailbox
 from mainspring.mailbox.postgres import pool as postgres_pool
-from mainspring.mailbox.redis import receive as redis_receive
+from mainspring.mailbox.redis import listener as redis_listener
 from mainspring.mailbox.redis.mailbox import RedisMailbox
 from postgres_support import moved
 from silent_line import Line
@@ -130,7 +130,7 @@ async def test_a_loop_with_defaults_tells_of_a_silent_server_within_ten_seconds(
 def test_with_defaults_the_bound_holds_whenever_the_silence_begins() -> None:
     """As above for the worst instant, by the defaults themselves."""
     redis_timeout = signature(RedisMailbox).parameters["timeout"].default
-    assert (redis_receive.PING_SHARE + redis_receive.PONG_SHARE) * SILENCE + redis_timeout <= 9
+    assert (redis_listener.PING_SHARE + redis_listener.PONG_SHARE) * SILENCE + redis_timeout <= 9
     look = postgres_mailbox.POLL_INTERVAL + (2 * postgres_connection.WATCH + postgres_connection.ANSWER) * SILENCE
     listener = (postgres_pool.QUIET + postgres_pool.ANSWER + postgres_connection.ANSWER) * SILENCE
     assert max(look, listener) <= 9

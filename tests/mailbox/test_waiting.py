@@ -9,7 +9,7 @@ import pytest
 
 from mainspring import MailboxConnectionError
 from mainspring.mailbox.batched import Waiters
-from mainspring.mailbox.redis import receive as redis_receive
+from mainspring.mailbox.redis.listener import RedisWaiters
 from mainspring.testing import run_virtual
 
 
@@ -31,8 +31,17 @@ class Queue:
             return [self.messages.pop(0)] if self.messages else []
 
         until = anyio.current_time() + wait
-        found = await self.waiters.claim_or_wait(look, until)
+        found = await self.waiters.claim_or_wait(look, 30, until)
         self.got[name] = (*found, anyio.current_time())
+
+
+@asynccontextmanager
+async def alarm(waiters):
+    """The timer that ends waits."""
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(waiters.alarm.run)
+        yield
+        tasks.cancel_scope.cancel()
 
 
 @asynccontextmanager
@@ -44,7 +53,7 @@ async def parked(queue, *names, **options):
         with scopes[name]:
             await queue.receive(name, **options)
 
-    async with anyio.create_task_group() as tasks:
+    async with alarm(queue.waiters), anyio.create_task_group() as tasks:
         for name in names:
             tasks.start_soon(receive, name)
             await anyio.wait_all_tasks_blocked()
@@ -87,7 +96,7 @@ def test_what_is_signalled_before_one_is_parked_lets_it_not_park() -> None:
         seen = waiters.signals
         waiters.signals += 1
         with anyio.fail_after(1):
-            await waiters.wait(seen, anyio.current_time() + 60)
+            await waiters.wait(seen, 30, anyio.current_time() + 60)
         assert waiters.parked == 0
         assert anyio.current_time() == 0
 
@@ -209,14 +218,14 @@ def test_redis_keeps_what_was_given_to_a_receive_as_the_server_falls_silent(give
 
     async def scenario():
         passed, refused, got = [], [], []
-        waiters = redis_receive.WaitingReceives(passed.append)
+        waiters = RedisWaiters(passed.append, refused.append)
         waiters.active = 1
         scope = anyio.CancelScope()
 
         async def receive():
             with scope:
                 try:
-                    got.append(await waiters.wait(0, anyio.current_time() + 60, 30, refused.append))
+                    got.append((await waiters.wait(0, 30, anyio.current_time() + 60)).delivery)
                 except MailboxConnectionError as error:
                     got.append(error)
 

@@ -19,6 +19,8 @@ if the backend says how. On a lost connection, each command that has not taken p
 
 from __future__ import annotations
 
+import math
+from abc import abstractmethod
 from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
@@ -27,17 +29,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import anyio
 
+from mainspring.core.clock import loop_clock
 from mainspring.errors import MailboxClosedError, MailboxConnectionError, copied
 from mainspring.mailbox.backend import Backend
 from mainspring.mailbox.limits import CLOSE_TIMEOUT, COURTESY
 from mainspring.runtime.cancellation import is_spurious_cancellation, native_cancels
+from mainspring.runtime.interval import Periodic
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
 
     from mainspring.mailbox import message
     from mainspring.mailbox.message import Cancelled, ClaimedMessage, Counts, Dead, Envelope
-    from mainspring.runtime.interval import Periodic
 
 # ------------------------------------------------------------------------------------------------------------ commands
 
@@ -461,23 +464,39 @@ def _fail_pending(commands: Iterable[Command], error: Exception) -> None:
 # ------------------------------------------------------------------------------------------------- claims that wait
 
 
-class Waiters:
-    """The claims of one mailbox object that wait: in a line, each on its event.
+@dataclass(eq=False, repr=False, slots=True)
+class WaitingClaim:
+    """A claim in the line, which wants a lease of ``visibility`` seconds. ``event`` ends its wait, and another field says how.
 
-    A claim that finds nothing parks in it, and what brings messages wakes a claim for each. ``closed`` ends all waiting.
+    It is ``woken`` to claim, or has a ``delivery`` that was claimed for it, or an ``error`` to raise; else it is late.
+    """
+
+    visibility: float
+    deadline: float
+    event: anyio.Event = field(default_factory=anyio.Event)
+    woken: bool = False
+    delivery: ClaimedMessage | None = None
+    error: Exception | None = None
+
+
+class Waiters:
+    """The claims of one mailbox object that wait, in a line. ``closed`` ends all waiting.
+
+    A claim that finds nothing parks in it, and what brings messages wakes a claim for each. ``alarm`` ends the waits at their
+    deadlines: one timer for all, as a scope for each would cost more than its message.
 
     ``signals`` is raised whenever there may be more to claim, also by threads; a claim takes it down before it looks, and
     hands it to :meth:`wait`. What raises it looks at ``parked`` afterwards, and a claim parks before it looks at
     ``signals``: so one of the two sees the other, and no message is missed between.
     """
 
-    __slots__ = ("_failed", "_line", "closed", "signals")
+    __slots__ = ("_line", "alarm", "closed", "signals")
 
     def __init__(self) -> None:
         self.signals = 0
         self.closed = False
-        self._line: deque[anyio.Event] = deque()
-        self._failed: dict[anyio.Event, Exception] = {}
+        self.alarm = Periodic(self._end_waits)
+        self._line: deque[WaitingClaim] = deque()
 
     @property
     def parked(self) -> int:
@@ -485,7 +504,7 @@ class Waiters:
         return len(self._line)
 
     async def claim_or_wait(
-        self, look: Callable[[], Awaitable[list[ClaimedMessage]]], deadline: float
+        self, look: Callable[[], Awaitable[list[ClaimedMessage]]], visibility: float, deadline: float
     ) -> list[ClaimedMessage]:
         """Return what ``look`` finds, now or when woken until ``deadline``; nothing once the line is closed.
 
@@ -494,9 +513,13 @@ class Waiters:
         seen = self.signals
         found = await look()
         while not found and not self.closed:
-            await self.wait(seen, deadline)
-            if self.closed or (self.signals == seen and anyio.current_time() >= deadline):
-                break  # nothing has come; one to whom another's turn was passed looks, and waits on
+            waited = await self.wait(seen, visibility, deadline)
+            if waited.delivery is not None:
+                if not self.closed:
+                    return [waited.delivery]
+                self.refuse(waited.delivery)
+            if self.closed or (self.signals == seen and not waited.woken):
+                break
             seen = self.signals
             try:
                 found = await look()
@@ -505,26 +528,52 @@ class Waiters:
                 raise
         return found
 
-    async def wait(self, seen: int, deadline: float) -> None:
+    async def wait(self, seen: int, visibility: float, deadline: float) -> WaitingClaim:
         """Wait to be woken, at most until ``deadline`` (anyio's clock); not at all where ``signals`` is not ``seen`` any more.
 
-        Cancelled once it was woken, it passes its turn on. Raises the error of :meth:`fail_all`.
+        Cancelled once it was woken, it passes its turn on; cancelled with a delivery, it refuses it. Raises the error of
+        :meth:`fail_all`.
         """
-        event = anyio.Event()
-        self._line.append(event)
+        waiting = WaitingClaim(visibility, deadline)
+        self._line.append(waiting)
+        if deadline < self.alarm.due:
+            self.alarm.wake_by(deadline)
         try:
             if self.signals == seen:
-                with anyio.CancelScope(deadline=deadline):
-                    await event.wait()
+                await waiting.event.wait()
         except BaseException:
-            if event.is_set() and self._failed.pop(event, None) is None:
+            if waiting.delivery is not None:
+                self.refuse(waiting.delivery)
+            elif waiting.woken:
                 self.pass_turn_on()
             raise
         finally:
-            if not event.is_set():
-                self._line.remove(event)
-        if self._failed and (error := self._failed.pop(event, None)) is not None:
-            raise error
+            if not waiting.event.is_set():
+                self._line.remove(waiting)
+        if waiting.error is not None:
+            raise waiting.error
+        return waiting
+
+    async def _end_waits(self, overslept: float) -> float:
+        now = anyio.current_time()
+        for waiting in [waiting for waiting in self._line if waiting.deadline <= now]:
+            self._line.remove(waiting)
+            waiting.event.set()
+        return min((waiting.deadline for waiting in self._line), default=math.inf)
+
+    def give(self, delivery: ClaimedMessage, visibility: float) -> bool:
+        """Give it to the claim that has waited longest for a lease of that many seconds; return whether there is one."""
+        for waiting in self._line:
+            if waiting.visibility == visibility:
+                self._line.remove(waiting)
+                waiting.delivery = delivery
+                waiting.event.set()
+                return True
+        return False
+
+    def refuse(self, delivery: ClaimedMessage) -> None:
+        """Undo the claim of a message that was given to a claim which is gone. A line that is given messages overrides it."""
+        raise NotImplementedError
 
     def pass_turn_on(self) -> None:
         """Wake the next claim, as the one whose turn it was cannot look."""
@@ -535,10 +584,17 @@ class Waiters:
         self.signals += 1
         self.wake(count)
 
+    def signal_all(self) -> None:
+        """Let all look again, also those that are about to wait."""
+        self.signals += 1
+        self.wake_all()
+
     def wake(self, count: int) -> None:
         """Let the ``count`` claims that have waited longest look again."""
         for _ in range(min(count, len(self._line))):
-            self._line.popleft().set()
+            waiting = self._line.popleft()
+            waiting.woken = True
+            waiting.event.set()
 
     def wake_all(self) -> None:
         """Let all look again."""
@@ -552,9 +608,9 @@ class Waiters:
     def fail_all(self, error: Exception) -> None:
         """Raise ``error`` in all that are parked. Claims that were woken or have a message are not: they go on."""
         while self._line:
-            event = self._line.popleft()
-            self._failed[event] = copied(error)
-            event.set()
+            waiting = self._line.popleft()
+            waiting.error = copied(error)
+            waiting.event.set()
 
 
 # ------------------------------------------------------------------------------------------------------------ backends
@@ -614,44 +670,84 @@ class CommandBackend(Backend):
 class BatchedBackend(CommandBackend):
     """A command backend whose claims wait in a line and are woken by the process itself.
 
-    Its ``open`` makes the line, and the sweep timer: that calls for what is due, on behalf of the claims that wait.
+    Its ``open`` calls :meth:`open_line`, and starts :meth:`keep_time`; its ``close`` calls :meth:`end_timers` at the end. It
+    says what is due (:meth:`sweep`), and overrides :meth:`claim_once` or :meth:`new_claim` if a claim is more on its store.
     """
-
-    _sweeper: Periodic
-    _now: Callable[[], float]
 
     def __init__(self, name: str, capacity: int | None) -> None:
         super().__init__(name, capacity)
         self.waiters = Waiters()
         self.waiters.close()  # until it is opened
 
-    def stop_claims(self) -> None:
-        self.waiters.close()
+    # --------------------------------------------------------------------------------------------------------- timers
+
+    def open_line(self, waiters: Waiters) -> None:
+        """Let claims wait in ``waiters`` from now on."""
+        self.waiters = waiters
+        self._now = loop_clock()
+        self._sweeper = Periodic(self.sweep)
+        self._timers = anyio.CancelScope(shield=True)
+
+    async def keep_time(self, *others: Periodic) -> None:
+        """Run the timers, and ``others``, until :meth:`end_timers`.
+
+        A cancellation does not end them: clean-up under a shield has deadlines as well.
+        """
+        with self._timers:
+            async with anyio.create_task_group() as tasks:
+                for timer in (self.waiters.alarm, self._sweeper, *others):
+                    tasks.start_soon(timer.run)
+
+    def end_timers(self) -> None:
+        """End :meth:`keep_time`."""
+        self._timers.cancel()
+
+    @abstractmethod
+    async def sweep(self, overslept: float) -> float:
+        """Have the store do what is due, on behalf of the claims that wait. Return when to do so again, at the latest.
+
+        It is the step of a :class:`Periodic`.
+        """
 
     def sweep_in(self, seconds: float) -> None:
         """Let the sweep timer go off in ``seconds`` at the latest: something may be due then."""
         if (when := self._now() + seconds) < self._sweeper.due:
             self._sweeper.wake_by(when)
 
+    # --------------------------------------------------------------------------------------------------------- claims
+
     async def claim(
         self, max_messages: int, visibility_timeout: float, wait_time_seconds: float
     ) -> list[ClaimedMessage]:
         if not wait_time_seconds:
             return await self.claim_once(max_messages, visibility_timeout, waits=False)
-        claim = partial(self.claim_once, max_messages, visibility_timeout, waits=True)
-        return await self.waiters.claim_or_wait(claim, anyio.current_time() + wait_time_seconds)
+        look = partial(self.claim_once, max_messages, visibility_timeout, waits=True)
+        return await self.waiters.claim_or_wait(look, visibility_timeout, self._now() + wait_time_seconds)
 
     async def claim_once(self, limit: int, visibility: float, *, waits: bool) -> list[ClaimedMessage]:
-        command = Claim(limit, visibility, waits)
+        """Claim what is there. ``waits`` says that the caller waits if it finds nothing."""
+        command = self.new_claim(limit, visibility, waits)
         found: list[ClaimedMessage] = await self.call(command)
         if found and self.waiters.closed:  # meanwhile
             self.undo(command)
             return []
         return found
 
+    def new_claim(self, limit: int, visibility: float, waits: bool) -> Claim:
+        """Make the command of a claim."""
+        return Claim(limit, visibility, waits)
+
     def undo(self, command: Command) -> None:
-        """Put back a claim whose caller is gone, before anything else is done."""
-        if type(command) is Claim and command.result:
+        """Put back what a claim has found whose caller is gone, before anything else is done."""
+        if isinstance(command, Claim) and command.result:
             unclaim = Unclaim(command.result)
             unclaim.mailbox = command.mailbox
             self._batcher.post(unclaim)
+
+    def stop_claims(self) -> None:
+        self.waiters.close()
+
+    def fail_claims(self, error: MailboxConnectionError) -> None:
+        """The server does not answer: raise that in claims that wait now, and not after a call of their own."""
+        self.waiters.fail_all(error)
+        self.notifications.silence.publish(error)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import anyio
 import psycopg
 
-from mainspring.core.clock import loop_clock
 from mainspring.errors import InvalidParameterError, MainspringError
 from mainspring.mailbox import batched
 from mainspring.mailbox.backend import TRANSIENT, Capabilities, MailboxStatistics
@@ -52,12 +51,10 @@ from mainspring.mailbox.postgres.transactions import (
 from mainspring.mailbox.postgres.values import Shorts, Texts, array, dead_row, portions
 from mainspring.mailbox.settings import reads_query
 from mainspring.mailbox.sync import ThreadConnection
-from mainspring.runtime.interval import Periodic
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
-    from mainspring.errors import MailboxConnectionError
     from mainspring.mailbox.message import ClaimedMessage, Dead, Envelope, Message, Settlement
     from mainspring.runtime.scope import DaemonScope
 
@@ -237,10 +234,8 @@ class PostgresBackend(BatchedBackend):
             raise
         self._pool = shared
         self._ranks = {0}  # it may have been dropped since it was open last
-        self._now = loop_clock()
         self._watermark = shared.watermark(self._number)
-        self.waiters = Waiters()
-        self._sweeper = Periodic(self._poll)
+        self.open_line(Waiters())
         self._quick_polls: list[float] = []
         self._reconnects = shared.connections.reconnects
         shared.add_mailbox(self.name, self._number, self)
@@ -254,7 +249,7 @@ class PostgresBackend(BatchedBackend):
         self._dedup = DedupSends(self._transact, shared.connections.timeout, name)
         self._batchers: tuple[Batcher[Any], ...] = (*self._dedup.batchers, self._sends, self._batcher)
         scope.start_soon(shared.host, name=f"{name} notifications")
-        scope.start_soon(self._sweeper.run, name=f"{name} due times")
+        scope.start_soon(self.keep_time, name=f"{name} timers")
         for batcher in self._batchers:
             scope.start_soon(batcher.run, name=f"{name} batches", stop=batcher.stop)
 
@@ -271,6 +266,7 @@ class PostgresBackend(BatchedBackend):
                 for batcher in self._batchers:
                     tasks.start_soon(batcher.close)
         finally:
+            self.end_timers()
             shared.remove_mailbox(self._number, self)
             await shared.release()
 
@@ -351,23 +347,19 @@ class PostgresBackend(BatchedBackend):
             return self._options.poll_interval
         return POLL_INTERVAL if self._pool.listening else POLL_WITHOUT_LISTENING
 
-    async def _poll(self, overslept: float) -> float:
-        """Ask, for the receives that wait, what has come and what is due."""
+    async def sweep(self, overslept: float) -> float:
+        """Ask also what has come: its notification may have been lost."""
         if not self.waiters.parked:
             return math.inf
         again = self._quick_polls.pop(0) if self._quick_polls else self._poll_interval
         try:
             pending, due_in = await self._batcher.call(Poll())
         except MainspringError:  # the receives themselves will hear of it
-            self.waiters.signal(self.waiters.parked)
+            self.waiters.signal_all()
             return self._now() + again
         if pending:
             self.waiters.signal(pending)
         return self._now() + (again if due_in is None else min(again, max(due_in, 0.0)))
-
-    def fail_claims(self, error: MailboxConnectionError) -> None:
-        self.waiters.fail_all(error)
-        self.notifications.silence.publish(error)
 
     # -------------------------------------------------------------------------------------------------------- sending
 

@@ -4,8 +4,8 @@ The library of Lua functions keeps every rule about messages. One call of it run
 step. ``lua/store.lua`` says what a mailbox's keys hold, and what is left if a step fails halfway. Python brings operations of
 concurrent callers together, and messages to receives that wait:
 
-``mailbox``     checks, and makes commands of a backend's calls
-``receive``     receives that claim and wait; the listener, which hears of new messages; the timers
+``mailbox``     checks, and makes commands of a backend's calls; claims; what the timers do
+``listener``    hears of new messages, and which processes wait for them
 ``client``      a batch of commands on its way: one call at a time, reconnecting, retries, what a lost call leaves to be done
 ``commands``    how each command is written for the library, and how its result is read
 ``topology``    which server has the mailbox

@@ -56,8 +56,8 @@ MOST_ARGUMENTS: Final = 50_000
 """Of one call, unless a single operation has more: the server serves no other client meanwhile."""
 MOST_DEAD: Final = 1_000
 """Dead letters that one operation moves: other callers are to be served in between."""
-AGAIN: Final = object()
-"""The result of a command if the library has to do more that is due before it can do it."""
+AGAIN: Final[list[Any]] = []
+"""The result of a command if the library has to do more that is due before it can do it: nothing, not even for a claim."""
 
 
 def base_of(name: str) -> bytes:
@@ -207,7 +207,7 @@ def check_command(command: Command, longest: int) -> None:
 
 @dataclass(eq=False, repr=False, slots=True)
 class RedisClaim(batched.Claim):
-    """Claim pending messages. ``again``: the library has to do more that is due first.
+    """Claim pending messages.
 
     ``claimant`` marks the receipts. A claim that waits is put on the list of waiters if nothing is pending. With ``others``,
     more receives of this mailbox wait, and it is put there in any case.
@@ -215,7 +215,6 @@ class RedisClaim(batched.Claim):
 
     claimant: str
     others: bool
-    again: bool = field(default=False, init=False)
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -387,7 +386,7 @@ def _take_claims(call: FunctionCall, claims: Sequence[RedisClaim], result: Any) 
         call.last_claim = max(call.last_claim, claimed_at(receipts[-1]))
     start = 0
     for claim in claims:
-        claim.result, claim.again = [], bool(again)
+        claim.result = AGAIN if again else []
         for number in range(start, min(start + claim.limit, len(receipts))):
             claim.result.append(delivery_of(receipts[number], values[number], details.get(number), call.leased_at))
         start += claim.limit

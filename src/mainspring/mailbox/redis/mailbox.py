@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
 from mainspring.core.clock import virtual_clock
-from mainspring.errors import ConfigError, InvalidParameterError
+from mainspring.core.loggers import Logger
+from mainspring.errors import ConfigError, InvalidParameterError, MailboxClosedError, MainspringError
 from mainspring.mailbox import batched
 from mainspring.mailbox.backend import Capabilities, MailboxStatistics
-from mainspring.mailbox.batched import AcknowledgeMany, CommandBackend
+from mainspring.mailbox.batched import AcknowledgeMany, BatchedBackend, Batcher
 from mainspring.mailbox.limits import SILENCE, check_size
 from mainspring.mailbox.mailbox import Mailbox
 from mainspring.mailbox.message import Ack, Dead
 from mainspring.mailbox.redis.commands import (
     AGAIN,
+    MICRO,
     MOST_DEAD,
     TAKES,
+    Recover,
+    RedisClaim,
+    RedisSweep,
+    WakeOthers,
     base_of,
     check_command,
+    delivery_of,
+    micros,
     stored_size,
 )
 from mainspring.mailbox.redis.settings import FALLBACK, RECOVERY, RedisOptions, RedisServer
 from mainspring.mailbox.settings import name_at, reads_query
+from mainspring.runtime.interval import Periodic
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -31,10 +41,12 @@ if TYPE_CHECKING:
     from mainspring.mailbox.batched import Command
     from mainspring.mailbox.message import ClaimedMessage, Envelope, Settlement
     from mainspring.mailbox.redis.client import Client, OtherNodes
+    from mainspring.mailbox.redis.listener import RedisWaiters
     from mainspring.runtime.scope import DaemonScope
 
 T = TypeVar("T")
 R = TypeVar("R")
+_log = Logger("mainspring.mailbox")
 
 MOST_AT_ONCE = 250_000
 """Messages of one ``send_many``: all or none are stored, in one call, and the server serves no other client meanwhile."""
@@ -112,8 +124,10 @@ class RedisMailbox(Mailbox[T, R]):
         return cls(url, body=body, reply=reply, **options)
 
 
-class RedisBackend(CommandBackend):
+class RedisBackend(BatchedBackend):
     """A queue on a Redis server."""
+
+    waiters: RedisWaiters
 
     capabilities = Capabilities(durable=True, cross_process=True, ordered=True, joined_acks=True, queue_age=True)
 
@@ -134,51 +148,85 @@ class RedisBackend(CommandBackend):
     # ---------------------------------------------------------------------------------------------------- life cycle
 
     async def open(self, scope: DaemonScope) -> None:
-        from mainspring.mailbox.redis.client import Client, OtherNodes
-        from mainspring.mailbox.redis.receive import Receiving
+        from mainspring.mailbox.redis.client import Batches, Client, OtherNodes
+        from mainspring.mailbox.redis.listener import Listener, ListenerEvents, RedisWaiters
         from mainspring.mailbox.redis.topology import Topology, check
 
         if virtual_clock() is not None:  # which would jump past each deadline while the server is asked
             raise ConfigError(
                 f"mailbox {self.name!r}: a Redis server's time is real, and this event loop's is virtual; use memory:// here"
             )
-        self._topology = Topology(self._server, base_of(self.name))
-        self._client = client = Client(self._topology, self._options.timeout, self._options.silence)
-        self._receiving = receiving = Receiving(
-            self.name,
-            self._topology,
-            client,
-            self._options.timeout,
-            self._options.silence,
-            fallback=self._options.fallback_interval,
-            recovery=self._options.recovery_interval,
-            on_cancelled=self.notifications.cancelled.publish,
-            on_silence=self.notifications.silence.publish,
+        base, timeout, silence = base_of(self.name), self._options.timeout, self._options.silence
+        self._topology = Topology(self._server, base)
+        self._client = client = Client(self._topology, timeout, silence)
+        client.on_silence = self.fail_claims
+        waiters = RedisWaiters(self._wake_others, self._put_back)
+        self.open_line(waiters)
+        events = ListenerEvents(
+            due=self.sweep_in,
+            cancelled=self.notifications.cancelled.publish,
+            claimed=self._give,
+            leave=self._post,
+            lost=self._listener_lost,
         )
-        self._batcher = receiving.batcher
-        self._other_nodes: OtherNodes = OtherNodes(self._topology, self._options.timeout)
-        scope.start_soon(receiving.keep_time, name=f"mailbox {self.name} timers")
+        self._listener = Listener(self._topology, base, client, waiters, events, timeout, silence)
+        self._batches = Batches(
+            self.name,
+            client,
+            timeout,
+            waiter=self._listener.waiter,
+            on_due=self.sweep_in,
+            on_unconfirmed=self._sweep_soon,
+        )
+        self._batcher = Batcher(
+            self._batches.execute, undo=self.undo, resume=self._batches.resume, name=f"mailbox {self.name!r}"
+        )
+        self._probes = False  # the next sweep is made even if no claim waits
+        self._recoverer = Periodic(self._recover)
+        self._other_nodes: OtherNodes = OtherNodes(self._topology, timeout)
+        timers = self._batches.watch, self._listener.watch, self._recoverer
+        scope.start_soon(self.keep_time, *timers, name=f"mailbox {self.name} timers")
         try:
             await client.ask(check, self.name, self._server.address, self._options.allow_eviction)
-            await receiving.open()
-            await scope.start(receiving.listener.run, name=f"mailbox {self.name} listener")
+            await self._make_known()
+            await scope.start(self._listener.run, name=f"mailbox {self.name} listener")
         except BaseException:
             await client.close()
-            receiving.end()
+            self.end_timers()
             raise
-        scope.start_soon(receiving.sweeper.run, name=f"mailbox {self.name} due times")
         scope.start_soon(self._batcher.run, name=f"mailbox {self.name} batches", stop=self._batcher.stop)
 
+    async def _make_known(self) -> None:
+        """Make the mailbox known; raise :class:`ConfigError` if the user or its keys do not allow its operations."""
+        from mainspring.mailbox.redis.connection import ServerError
+
+        opening, recover = batched.Open(self.name), Recover(self._options.recovery_interval)
+        try:
+            await self._batches.execute([opening])
+        except ServerError as error:
+            if error.code not in {"NOPERM", "WRONGTYPE"}:
+                raise
+            opening.result = [f"has no use of it: {error.code} {error.detail}"]
+        if opening.error is not None:
+            raise opening.error
+        if opening.result:
+            raise ConfigError(
+                f"mailbox {self.name!r}: the user of the URL {', '.join(opening.result)}; grant the commands with ACL SETUSER"
+                " (how-to/redis says which), and rename keys that are another program's"
+            )
+        if not self.name.startswith("~"):  # one for replies lives no longer than its requester
+            await self._batches.execute([recover])
+            self._recoverer.wake_by(self._now() + self._recovered(recover))
+
     def statistics(self) -> MailboxStatistics:
-        client, receiving, batcher = self._client, self._receiving, self._batcher
+        client, listener, batcher = self._client, self._listener, self._batcher
         assert client is not None
-        listener = receiving.listener
         return MailboxStatistics(
-            waiting_receives=len(receiving.receives.line),
+            waiting_receives=self.waiters.parked,
             queued=batcher.queued,
             in_flight=batcher.in_flight,
             batches=batcher.batches,
-            unconfirmed=receiving.batches.unconfirmed,
+            unconfirmed=self._batches.unconfirmed,
             reconnects=client.reconnects + listener.reconnects,
             connected=listener.live and client.failed_at <= listener.live_since,
             polling=not listener.live,
@@ -194,16 +242,12 @@ class RedisBackend(CommandBackend):
         assert client is not None
         try:
             if client.connected:
-                self._receiving.listener.leave(for_good=True)
+                self._listener.leave(for_good=True)
             await self._batcher.close()
         finally:
             await client.close()
             await self._other_nodes.close()
-            self._receiving.end()
-
-    def stop_claims(self) -> None:
-        if self._client is not None:
-            self._receiving.close()
+            self.end_timers()
 
     # ----------------------------------------------------------------------------------------------------- messages
 
@@ -228,11 +272,6 @@ class RedisBackend(CommandBackend):
             command.done = False
         sent: list[str] = ids
         return sent
-
-    async def claim(
-        self, max_messages: int, visibility_timeout: float, wait_time_seconds: float
-    ) -> list[ClaimedMessage]:
-        return await self._receiving.claim(max_messages, visibility_timeout, wait_time_seconds)
 
     async def settle(self, delivery: ClaimedMessage, settlement: Settlement) -> None:
         if isinstance(settlement, Ack):
@@ -290,6 +329,131 @@ class RedisBackend(CommandBackend):
             if some < MOST_DEAD:
                 break
         return done
+
+    # ----------------------------------------------------------------------------------------------------- receiving
+
+    async def claim(
+        self, max_messages: int, visibility_timeout: float, wait_time_seconds: float
+    ) -> list[ClaimedMessage]:
+        if not wait_time_seconds:
+            return await self.claim_once(max_messages, visibility_timeout, waits=False)
+        waiters, listener, visible = self.waiters, self._listener, micros(visibility_timeout)
+        waiters.active += 1
+        waiters.wanted[visible] = waiters.wanted.get(visible, 0) + 1
+        self.sweep_in(self._options.fallback_interval)
+        try:
+            return await super().claim(max_messages, visible / MICRO, wait_time_seconds)
+        finally:
+            waiters.active -= 1
+            waiters.wanted[visible] -= 1
+            if listener.listed and not waiters.active:
+                listener.leave()
+            if not waiters.wanted[visible]:
+                del waiters.wanted[visible]
+                if listener.no_longer_wanted(visible):
+                    self._list_again()
+
+    async def claim_once(self, limit: int, visibility: float, *, waits: bool) -> list[ClaimedMessage]:
+        if not waits:
+            return await super().claim_once(limit, visibility, waits=False)
+        waiters = self.waiters
+        seen = waiters.signals
+        found: list[ClaimedMessage] = []
+        try:
+            found = await super().claim_once(limit, visibility, waits=True)
+        finally:
+            if not found or waiters.active > 1:
+                self._listener.waiter(micros(visibility), listed=True)
+        if found and waiters.signals != seen:  # woken meanwhile: for these, or for more
+            waiters.pass_turn_on()
+        return found
+
+    def new_claim(self, limit: int, visibility: float, waits: bool) -> RedisClaim:
+        return RedisClaim(limit, visibility, waits, self._batches.claimant, bool(self.waiters.parked))
+
+    def _give(self, claim: int, strings: list[bytes]) -> None:
+        """Give a message that the server has claimed for this process to a claim that waits, or undo its claim."""
+        visible, token, value, *rest = strings
+        leased_at = min(self._now(), claim / MICRO + self._batches.clock_offset)
+        details = dict(zip(rest[::2], rest[1::2], strict=True)) if rest else None
+        delivery = delivery_of(token, value, details, leased_at)
+        if self.waiters.closed or not self.waiters.give(delivery, int(visible) / MICRO):
+            self._put_back(delivery)
+        self.waiters.signals += 1  # this process is off the list: a claim that is about to wait looks once more
+        self._list_again()
+
+    def _list_again(self) -> None:
+        """Put this process back on the list of waiters, if claims wait."""
+        if self.waiters.parked:
+            self._batcher.post(RedisSweep(self._waiter))
+
+    def _waiter(self) -> str:
+        """Return the name on the list for the claim that has waited longest; "" if none waits."""
+        visibility = self.waiters.visibility
+        return "" if visibility is None else self._listener.waiter(micros(visibility), listed=True)
+
+    def _put_back(self, delivery: ClaimedMessage) -> None:
+        self._batcher.post(batched.Unclaim([delivery]))
+
+    def _wake_others(self, count: int) -> None:
+        """Wake other processes: this one was woken for messages that no claim here takes."""
+        if self._client is not None and self._client.connected and not self.waiters.closed:
+            self._batcher.post(WakeOthers(count))
+
+    def _post(self, command: Command) -> None:
+        self._batcher.post(command)
+
+    # ----------------------------------------------------------------------------------------------- what is due
+
+    async def sweep(self, overslept: float) -> float:
+        """The library wakes the claims. Unconfirmed operations leave with this call, also if no claim waits."""
+        if not (self.waiters.active or self._batches.unconfirmed or self._probes):
+            return math.inf
+        self._probes = False
+        again = self._now() + self._options.fallback_interval
+        try:
+            await self._batcher.call(RedisSweep(self._waiter))
+        except MainspringError:
+            self.waiters.signal_all()  # unless it was silence, the next call may succeed
+        else:
+            if not self._listener.live:  # the library cannot wake them
+                self.waiters.signal_all()
+        return again
+
+    def sweep_in(self, seconds: float) -> None:
+        if self.waiters.active:
+            super().sweep_in(seconds)
+
+    def _sweep_soon(self) -> None:
+        self._sweeper.wake_by(self._now() + self._options.fallback_interval)
+
+    def _listener_lost(self, silent: bool) -> None:
+        """Find out at once whether the server is there: it wakes no claim meanwhile. If it was silent, in any case."""
+        self._probes = self._probes or silent
+        self._sweeper.wake_by(self._now())
+
+    async def _recover(self, overslept: float) -> float:
+        recover = Recover(self._options.recovery_interval)
+        try:
+            await self._batcher.call(recover)
+        except MailboxClosedError:
+            return math.inf
+        except MainspringError:  # it is tried again; users of the mailbox hear of it
+            return self._now() + recover.interval
+        return self._now() + self._recovered(recover)
+
+    def _recovered(self, recover: Recover) -> float:
+        """Log what was found. Return in how many seconds there is more to do."""
+        if recover.result is None:
+            return recover.interval
+        found, again = recover.result
+        if found:
+            _log.warning(
+                "mailbox %r: %d messages or dead letters that no index had are back (a key was deleted)",
+                self.name,
+                found,
+            )
+        return float(again)
 
     def sibling(self, name: str) -> RedisBackend:
         return RedisBackend(self._server, self._options.model_copy(update={"name": name, "capacity": None}))

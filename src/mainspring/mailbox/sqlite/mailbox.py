@@ -25,7 +25,6 @@ from mainspring.mailbox.settings import NUMBER, Capacity, Options, name_at, with
 from mainspring.mailbox.sqlite.connection import DatabaseFile
 from mainspring.mailbox.sqlite.store import Acknowledge, is_lease
 from mainspring.mailbox.sqlite.writer import LOOK_AGAIN, Job, SQLiteWaiters, Writer
-from mainspring.runtime.interval import Periodic
 
 if TYPE_CHECKING:
     from mainspring.mailbox.message import ClaimedMessage, Envelope, Settlement
@@ -165,8 +164,8 @@ class SQLiteBackend(batched.BatchedBackend):
         self._loop = event_loop()
         self._boot = clock.boot_clock()
         self._wall = clock.wall_clock()
-        self._now = clock.loop_clock()
         self._real_work = clock.work_holder()
+        self.open_line(SQLiteWaiters(self.sweep_in, self.notifications.cancelled.publish))
         self._batcher = Batcher(
             self._execute, resume=self._until_executed, undo=self.undo, name=f"mailbox {self.name!r}"
         )
@@ -178,13 +177,11 @@ class SQLiteBackend(batched.BatchedBackend):
         except BaseException:
             await self._release()
             raise
-        self._number = opening.result
+        self._number = self.waiters.mailbox = opening.result
         self._keep_at = self._now() + TRANSIENT_LIFE / 24 if self.name.startswith(TRANSIENT) else math.inf
-        self._sweeper = Periodic(self._sweep)
-        self.waiters = SQLiteWaiters(self._number, self.sweep_in, self.notifications.cancelled.publish)
         self.notifications.cancelled.on_demand = self._hear_cancelled
         writer.add_waiters(self.waiters)
-        scope.start_soon(self._sweeper.run, name=f"mailbox {self.name} due times")
+        scope.start_soon(self.keep_time, name=f"mailbox {self.name} timers")
         scope.start_soon(self._batcher.run, name=f"mailbox {self.name} batches", stop=self._batcher.stop)
 
     def statistics(self) -> MailboxStatistics:
@@ -201,6 +198,7 @@ class SQLiteBackend(batched.BatchedBackend):
         try:
             await self._batcher.close()
         finally:
+            self.end_timers()
             if self._writer is not None:
                 self._writer.remove_waiters(self.waiters)
             await self._release()
@@ -233,8 +231,7 @@ class SQLiteBackend(batched.BatchedBackend):
                 for delivery in command.result:
                     delivery.leased_at = self._submitted_at
 
-    async def _sweep(self, overslept: float) -> float:
-        """Let what is due by now be done, for the receives that wait for it."""
+    async def sweep(self, overslept: float) -> float:
         self.waiters.announced = math.inf
         if self.waiters.parked:
             try:

@@ -40,9 +40,9 @@ class SQLiteWaiters(batched.Waiters):
 
     __slots__ = ("announced", "cancelled", "due_in", "listens", "loop", "mailbox")
 
-    def __init__(self, mailbox: int, due_in: Callable[[float], None], cancelled: Callable[[list[str]], object]) -> None:
+    def __init__(self, due_in: Callable[[float], None], cancelled: Callable[[list[str]], object]) -> None:
         super().__init__()
-        self.mailbox = mailbox
+        self.mailbox = 0
         self.loop = event_loop()
         self.due_in = due_in
         self.cancelled = cancelled
