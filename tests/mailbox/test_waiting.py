@@ -11,6 +11,7 @@ from mainspring import MailboxConnectionError
 from mainspring.mailbox.batched import Waiters
 from mainspring.mailbox.redis.listener import RedisWaiters
 from mainspring.testing import run_virtual
+from stores import KINDS, on
 
 
 class Queue:
@@ -247,3 +248,14 @@ def test_redis_keeps_what_was_given_to_a_receive_as_the_server_falls_silent(give
         assert passed == []
 
     run_virtual(scenario)
+
+
+@pytest.mark.anyio
+@on(*KINDS)
+async def test_waits_have_an_end_where_all_around_is_cancelled(store):
+    """Who cleans up under a shield can wait for messages still."""
+    with anyio.fail_after(10):
+        async with anyio.create_task_group() as group, store.box() as mailbox:
+            group.cancel_scope.cancel()
+            with anyio.CancelScope(shield=True):
+                assert await mailbox.receive(wait_time_seconds=0.1) == []

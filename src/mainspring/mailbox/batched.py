@@ -9,9 +9,12 @@ hangs on one event: one wake-up for all its callers. Where commands come one by 
 for it would cost two turns of the event loop. There, if the store can go on with what was interrupted, the caller executes
 its own command, and the runner takes over only if the caller is cancelled. :class:`_State` has the states of what is out.
 
-Claims. A claim that finds nothing waits in a line (:class:`Waiters`) and claims again when it is woken. If the caller of a
-claim is cancelled while it is out, or the mailbox is closed meanwhile, no caller will see the messages that it leases. They are
-put back, as the first thing of the next batch.
+Claims. A claim that finds nothing waits in a line (:class:`Waiters`) and claims again when it is woken, or is given a message
+that the store has claimed for it. If the caller of a claim is cancelled while it is out, or the mailbox is closed meanwhile,
+no caller will see the messages that it leases. They are put back, as the first thing of the next batch.
+
+Timers. One ends the waits, one has the store do what is due on behalf of the claims that wait
+(:meth:`BatchedBackend.sweep`). They run until the close, whatever is cancelled before.
 
 Cancelled, a caller leaves at once. Its command is withdrawn if it has not left yet. Otherwise it takes effect, and is undone
 if the backend says how. On a lost connection, each command that has not taken place gets an error of its own.
@@ -465,7 +468,7 @@ def _fail_pending(commands: Iterable[Command], error: Exception) -> None:
 
 
 @dataclass(eq=False, repr=False, slots=True)
-class WaitingClaim:
+class ParkedClaim:
     """A claim in the line, which wants a lease of ``visibility`` seconds. ``event`` ends its wait, and another field says how.
 
     It is ``woken`` to claim, or has a ``delivery`` that was claimed for it, or an ``error`` to raise; else it is late.
@@ -496,7 +499,7 @@ class Waiters:
         self.signals = 0
         self.closed = False
         self.alarm = Periodic(self._end_waits)
-        self._line: deque[WaitingClaim] = deque()
+        self._line: deque[ParkedClaim] = deque()
 
     @property
     def parked(self) -> int:
@@ -528,13 +531,13 @@ class Waiters:
                 raise
         return found
 
-    async def wait(self, seen: int, visibility: float, deadline: float) -> WaitingClaim:
+    async def wait(self, seen: int, visibility: float, deadline: float) -> ParkedClaim:
         """Wait to be woken, at most until ``deadline`` (anyio's clock); not at all where ``signals`` is not ``seen`` any more.
 
         Cancelled once it was woken, it passes its turn on; cancelled with a delivery, it refuses it. Raises the error of
         :meth:`fail_all`.
         """
-        waiting = WaitingClaim(visibility, deadline)
+        waiting = ParkedClaim(visibility, deadline)
         self._line.append(waiting)
         if deadline < self.alarm.due:
             self.alarm.wake_by(deadline)

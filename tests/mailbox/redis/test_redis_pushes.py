@@ -268,15 +268,6 @@ async def test_what_has_expired_is_not_handed_over(here, line, waiting):
         assert waiting.messages == []
 
 
-async def test_waits_have_an_end_where_all_around_is_cancelled(here, anyio_backend):
-    """Who cleans up under a shield can wait for messages still."""
-    with anyio.fail_after(10):
-        async with anyio.create_task_group() as group, here.mailbox() as mailbox:
-            group.cancel_scope.cancel()
-            with anyio.CancelScope(shield=True):
-                assert await mailbox.receive(wait_time_seconds=0.1) == []
-
-
 @pytest.mark.slow
 async def test_an_answer_that_is_owed_is_not_that_to_a_ping(line, anyio_backend):
     """A connection that has idled is tried before a call, but not while the answer to one is awaited."""

@@ -12,7 +12,7 @@ import pytest
 from anyio.lowlevel import checkpoint
 
 from mainspring.mailbox.message import Counts
-from redis_support import place
+from redis_support import place, soon
 
 pytestmark = pytest.mark.anyio
 
@@ -212,6 +212,26 @@ async def test_a_receive_that_was_called_and_leaves_passes_the_call_to_its_neigh
                             await anyio.sleep(0.001)
                     group.cancel_scope.cancel()
             await sender.purge()
+
+
+async def test_a_receive_that_was_called_while_it_claimed_passes_the_call_on(here, line, waiting):
+    """Its claim brings what was there before. What it was called for is another process's, which was not called."""
+    async with line.mailbox() as claiming:
+        (name,) = here.channels()
+        async with here.mailbox() as other, here.mailbox() as sender:
+            await sender.send("first")
+            line.answers.hold()
+            waiting.begin(claiming)
+            await line.answers.arrived()
+            await waiting.start(other)
+            here.call("ZADD", here.key("waiters"), 0, f"{name}.30000000")  # as where an earlier receive has just ended
+            heard = line.news.passed
+            await sender.send(LARGE)
+            await soon(lambda: line.news.passed > heard)
+            await anyio.sleep(0.02)  # by then it has come
+            line.answers.let_go()
+            await waiting.until(2)
+    assert {mailbox: found[0].body for mailbox, found in waiting.got} == {claiming: "first", other: LARGE}
 
 
 async def test_a_claim_that_leaves_what_came_with_it_calls_another_process(here, anyio_backend):
