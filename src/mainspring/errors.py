@@ -66,8 +66,8 @@ class MailboxConnectionError(MailboxError):
 
 
 class SerializationError(MailboxError, ValueError):
-    """A body does not fit the mailbox's type, or stored bytes do not, or what is to be written would be read as something else;
-    the message names the type and the field. Or a body, a reply or a checkpoint is larger than the store takes."""
+    """A body or stored bytes do not fit the mailbox's type, or what is to be written would be read as something else. The
+    message names the type and the field. Or a body, a reply or a checkpoint is larger than the store takes."""
 
 
 class ReceiptHandleExpiredError(MailboxError):
@@ -81,13 +81,13 @@ class MessageSettledError(MailboxError):
 
 
 class ReplyNotAvailableError(MailboxError):
-    """The sender asked for no reply (``reply_to`` is not set); or it wants it at an address that leads to no mailbox, or to a
+    """The sender asked for no reply (``reply_to`` is not set). Or it wants it at an address that leads to no mailbox, or to a
     store that this process's configuration does not name. A loop dead-letters the message at once."""
 
 
 class TransactionEndedError(MailboxError):
-    """Code in a block of ``ctx.transaction()`` ended its transaction by itself (a ``COMMIT`` or ``ROLLBACK`` of its own), or
-    went on after a statement in it had failed: nothing is settled by the block, and what was committed so remains."""
+    """Code in a block of ``ctx.transaction()`` ended its transaction by a ``COMMIT`` or ``ROLLBACK`` of its own, or went on
+    after a statement in it had failed. The block settles nothing, and what was committed so remains."""
 
     fault = "handler"
 
@@ -134,8 +134,8 @@ class HandlerTimeoutError(MainspringError, TimeoutError):
 
 
 class TaskExitError(MainspringError):
-    """Code that runs under a scope raised ``SystemExit``, ``KeyboardInterrupt`` or another error that is no ``Exception``;
-    or it was cancelled natively, by asyncio, and by no cancel scope; or a handler returned work that has not run.
+    """Code that runs under a scope raised ``SystemExit``, ``KeyboardInterrupt`` or another error that is no ``Exception``. Or
+    asyncio, and no cancel scope, cancelled it. Or a handler returned work that has not run.
 
     One task must not end the process behind the others' backs: in a handler it counts as a failed attempt, elsewhere as a
     crash. To end a program from inside, call ``shutdown()`` of its group.
@@ -301,7 +301,7 @@ class Retry(Exception):  # noqa: N818 - it is an instruction, not an error
     attempt is not counted against ``DeadLetterPolicy.max_attempts`` (for "the other side is not ready", not for "I failed").
 
     The message goes to the tail of the queue after the delay. Without a charge and a delay, and once the loop has been told to
-    stop (``ctx.shutting_down``), it goes to the front instead: the handler makes way for the next worker, which goes on.
+    stop (``ctx.shutting_down``), it goes to the front instead. The next worker then goes on with it.
 
     :raises InvalidParameterError: the delay is outside its limits.
     """

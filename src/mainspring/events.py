@@ -107,8 +107,8 @@ class MessageFinished(Event):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class MessageNotAcknowledged(MessageFinished):
-    """A delivery that ended in any other way than acknowledged: a kind of its own, so that who only cares for trouble can
-    subscribe to it without the price of an event for each success."""
+    """A delivery that ended in any other way than acknowledged. It is a class of its own, so that a subscriber for trouble
+    alone does not pay for an event at each success."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -379,8 +379,8 @@ class Dispatcher:
         return bool(self._for(event_type) if found is None else found)
 
     def dispatch(self, event: object) -> DispatchResult:
-        """Tell every subscriber of this event's type, now and in this task; never raises what a subscriber raised (an exit or
-        the cancellation of something else included: who only listens does not end the program, nor this task).
+        """Call every subscriber of this event's type, now and in this task. Never raise what a subscriber raised, such as an
+        exit or the cancellation of something else: a subscriber ends neither the program nor this task.
 
         The one exception is a ``KeyboardInterrupt``, which is raised once all are told.
         """

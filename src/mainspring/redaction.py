@@ -22,8 +22,8 @@ _NO_PORT = r"(//[^/?#\[\]@]*?:)(?!\d*(?:[,/?#]|$)).+"
 def without_secrets(text: str) -> str:
     """Return ``text`` without the logins (user, password, token) of the URLs in it; passwords elsewhere in it become ``***``.
 
-    A server's URL loses all that stands before its last ``@``, as a password may hold any character by mistake; a web page's
-    only what stands before its host, and the name of a ``memory://`` mailbox or of a file is left alone. Passwords among the
+    A server's URL loses all that stands before its last ``@``, as a password may hold any character by mistake. A web page's
+    URL loses what stands before its host. The name of a ``memory://`` mailbox or of a file is left alone. Passwords among the
     options are replaced (``?password=``, ``sslpassword=``, ``token=`` and the like), and so are those of libpq's ``key=value``
     strings.
     """

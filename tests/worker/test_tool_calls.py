@@ -284,7 +284,9 @@ async def test_one_call_cannot_be_under_way_twice():
             pass
 
     await deliver(InMemoryMailbox(), handle)
-    assert said == ["tool_call: 'charge' with key 'order' is under way in this handler already"]
+    assert said == [
+        "tool_call: 'charge' with key 'order' is under way in this handler already; await it, or give this one another key"
+    ]
 
 
 async def test_calls_that_nobody_settles_do_not_pile_up_for_ever():
@@ -375,7 +377,7 @@ async def test_one_of_a_newer_version_is_left_to_a_worker_that_knows_it():
     await message.save_checkpoint(b'{"$mainspring":2,"calls":[],"state":1}')
     await message.release()
     await deliver(mailbox, handle, send=False)
-    assert seen == ["the message's checkpoint was written by a newer version of Mainspring"]
+    assert seen == ["the message's checkpoint was written by a newer version of Mainspring; upgrade this worker"]
 
 
 async def test_a_state_can_be_kept_by_the_write_that_ends_the_call():
@@ -484,7 +486,7 @@ async def test_a_mailbox_without_checkpoints_says_so():
             said.append(str(error))
 
     await deliver(Forgetful(), handle)
-    assert said == ["ctx.tool_call: this mailbox keeps no checkpoints (Capabilities.checkpoints)"]
+    assert said == ["ctx.tool_call: this mailbox keeps no checkpoints (Capabilities.checkpoints); use one that does"]
 
 
 # ------------------------------------------------------------------------------------------------------------- values

@@ -59,8 +59,8 @@ def _escape_what_cannot_be_encoded() -> None:
 def _take_signals() -> None:
     """Have handlers before anything slow is imported.
 
-    The signals are blocked for the time that it takes to import what installs the handlers: the kernel keeps a blocked one,
-    even for the first process of a container, from which it withholds signals that have no handler.
+    The signals are blocked while the code that installs the handlers is imported. The kernel keeps a blocked one, even for the
+    first process of a container, from which it withholds signals that have no handler.
     """
     signals = (signal.SIGTERM, signal.SIGINT)
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)

@@ -22,7 +22,7 @@ def check_target(
     """Judge the group's timeouts. Return 1 if a rule does not hold."""
     found = load_group(target).timeouts()
     if not found:
-        raise UserError(f"{target} has no loops whose timeouts could be checked")
+        raise UserError(f"{target} has no loops whose timeouts could be checked; name a LoopGroup with a MainLoop")
     known = {"grace": grace, "longest": longest, "beat_gap": beat_gap}
     told: dict[str, Any] = {name: value for name, value in known.items() if value is not None}
     loops = [replace(timeouts, **told) for timeouts in found]

@@ -200,7 +200,7 @@ def _confirm(mailbox: Mailbox[Any, Any], choice: Choice) -> None:
         raise UserError("dead purge: without a terminal it cannot ask whether to delete them for good; pass --yes")
     found = _with(mailbox, count)
     if not typer.confirm(f"Forget {found:,} dead letter(s) of {mailbox.name} for good?", err=True):
-        raise UserError("nothing was purged", FAILED)
+        raise UserError("nothing was purged; answer y to purge them", FAILED)
 
 
 # ---------------------------------------------------------------------------------------------------------- the mailbox
@@ -209,7 +209,8 @@ def _confirm(mailbox: Mailbox[Any, Any], choice: Choice) -> None:
 def _open(url: str) -> Mailbox[Any, Any]:
     if url.startswith("memory:"):
         raise UserError(
-            "a memory:// mailbox lives and ends with one process: there is nothing of it to be seen from here"
+            "a memory:// mailbox lives and ends with one process: name a mailbox that processes share, as"
+            " sqlite:///jobs.db?name=jobs"
         )
     return open_mailbox(url)
 

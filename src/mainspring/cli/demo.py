@@ -166,7 +166,7 @@ class Demo:
 
     @asynccontextmanager
     async def _service(self) -> AsyncIterator[None]:
-        """``mainspring run indexer:group --processes 2`` in the example's directory, stopped at the end of the block."""
+        """Run ``mainspring run indexer:group --processes 2`` in the example's directory until the end of the block."""
         ours, theirs, environment = link_for_child(0)  # so that it ends with us, however we end
         arguments = ["run", "indexer:group", "--processes", "2", "--log-level", "WARNING"]
         command = [sys.executable, "-m", "mainspring", *arguments]

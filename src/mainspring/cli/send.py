@@ -145,7 +145,7 @@ def _parse(text: str | bytes) -> Any:
         value = json.loads(text, parse_constant=_no_constant, parse_float=_finite)
         json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError("it is nested too deeply; send flatter JSON") from None
     return value
 
 
@@ -156,7 +156,7 @@ def _no_constant(name: str) -> Any:
 def _finite(text: str) -> float:
     number = float(text)
     if math.isinf(number):
-        raise ValueError(f"{text[:20]} is too large for a number")
+        raise ValueError(f"{text[:20]} is too large for a number; send it as a string")
     return number
 
 

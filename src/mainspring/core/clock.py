@@ -113,7 +113,7 @@ _skew: ContextVar[WallSkew | None] = ContextVar("mainspring_wall_skew", default=
 
 @contextmanager
 def own_wall_clock() -> Iterator[WallSkew]:
-    """Under a virtual clock, give this block and the tasks started in it a wall clock of their own, which can jump.
+    """Give this block and the tasks started in it a wall clock of their own, which can jump, under a virtual clock.
 
     Setting ``seconds`` of what it yields moves that clock only; durations and deadlines do not follow a wall clock.
     """

@@ -1,8 +1,8 @@
 """The one registry of what there is one of per process by nature, and hence the only module-level mutable state.
 
-The signal receiver, the names of ``memory://`` mailboxes and the open store files: each is claimed here by an owner and
-given back. A fork takes none of them along: a forked child starts with an empty registry, without the parent's wake-up
-descriptor, and after every object that called :func:`on_fork` has let go of what belongs to the parent.
+The signal receiver, the names of ``memory://`` mailboxes and the open store files: each is claimed here by an owner and given
+back. A fork takes none of them along. A forked child starts with an empty registry, without the parent's wake-up descriptor.
+Before, every object that called :func:`on_fork` has let go of what belongs to the parent.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def seed(value: int) -> None:
 
 @contextmanager
 def seeded(value: int) -> Iterator[None]:
-    """:func:`seed` for the length of a block."""
+    """Seed for the length of a block: see :func:`seed`."""
     token = _rng.set(Random(value))  # noqa: S311 - as above
     try:
         yield

@@ -125,7 +125,7 @@ class StateMachine(Generic[S]):
 
     @property
     def since(self) -> float:
-        """When the present state began."""
+        """The instant at which the present state began."""
         return self._since
 
     def can(self, new: S) -> bool:

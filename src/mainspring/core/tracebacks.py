@@ -124,7 +124,7 @@ def stack_of(thread_id: int) -> list[tuple[FrameType, int]]:
 def _uncollected() -> Iterator[None]:
     """Look at what another thread executes, in Python 3.11 without a garbage collection on the way.
 
-    It could let the other thread go on in the midst of a step to its next frame: that is then none any more, and the process
+    It could let the other thread go on in the midst of a step to its next frame, which then is none any more. The process then
     ends with a segmentation fault, or (up to 3.11.8, CPython issue 106883) all threads wait for each other for ever. Python
     3.12 and later collect between such steps only.
     """

@@ -185,7 +185,7 @@ class LoopGroup:
         self, *, owner: bool, keywords: dict[str, Any], until_empty: bool, ready: Callable[[], object]
     ) -> ShutdownReport:
         if self._lifetime is not None:
-            raise ConfigError(f"group {self.name!r} is already running")
+            raise ConfigError(f"group {self.name!r} is already running; wait for its end, or make a second group")
         for loop in self.loops:  # now, as what follows would change it under the other run
             if isinstance(loop, MainLoop) and loop.running:
                 raise ConfigError(f"group {self.name!r}: loop {loop.name!r} is already running; make a second loop")
@@ -226,7 +226,7 @@ class LoopGroup:
         After a shutdown that was asked for before, nothing starts: the block runs with a group that has ended.
         """
         if self._own is not None or self._lifetime is not None:
-            raise ConfigError(f"group {self.name!r} is already running")
+            raise ConfigError(f"group {self.name!r} is already running; wait for its end, or make a second group")
         self._crash = None
         self._own = DaemonScope(f"group {self.name}")
         await self._own.__aenter__()

@@ -39,7 +39,7 @@ def actors_of(loops: Iterable[AnyRunnable]) -> list[LoopActor]:
             )
         actor = loop if isinstance(loop, LoopActor) else LoopActor(loop)
         if any(_own(other) is _own(actor) for other in actors):
-            raise ConfigError(f"LoopGroup: {loop!r} stands in it twice")
+            raise ConfigError(f"LoopGroup: {loop!r} stands in it twice; name it once, or make a second loop")
         unique, count = actor.name, 1
         while unique in names:
             count += 1

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 ABORT_GRACE = 0.5
 """Seconds that a cancelled run, settlements that hang included, gets to come out before it counts as stuck."""
 IN_ORDER = 0.2
-"""Which part of the cancel grace may go, over all, into cancelling those of higher priority after those below have ended."""
+"""The share of the cancel grace that loops of higher priority may wait, in all, for those below to end."""
 
 
 class Shutdown:

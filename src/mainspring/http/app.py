@@ -261,11 +261,11 @@ def _bearer(request: Request) -> bytes | None:
 def _from_a_foreign_page(request: Request) -> bool:
     """True if a browser sends this on behalf of a page that is not ours.
 
-    A listener on loopback asks for no token, yet any web page can have the operator's browser post to 127.0.0.1 (CSRF), and
-    a site whose name resolves to 127.0.0.1 can even do so as "same origin" (DNS rebinding). Browsers give both away: they
-    send Origin and Sec-Fetch-Site, and Host is the name in the address bar. "same-site" is refused too: another port of
-    localhost is the same site but another program. Tools such as curl send none of these headers and are let through,
-    whatever Host they were told.
+    A listener on loopback asks for no token. Yet any web page can have the operator's browser post to 127.0.0.1 (CSRF). A site
+    whose name resolves to 127.0.0.1 can even do so as "same origin" (DNS rebinding). Browsers give both away: they send Origin
+    and Sec-Fetch-Site, and Host is the name in the address bar. "same-site" is refused too: another port of localhost is the
+    same site but another program. Tools such as curl send none of these headers and are let through, whatever Host they were
+    told.
     """
     origin = request.headers.get("origin")
     fetched_from = request.headers.get("sec-fetch-site")

@@ -163,5 +163,5 @@ async def _all_gone(*groups: _OpenSet) -> None:
 
 
 def _no_cancellations(record: logging.LogRecord) -> bool:
-    """uvicorn reports a request that was cut off at the end as an error of the app; it is none."""
+    """Drop the error that uvicorn reports for a request that was cut off at the end: it is none of the app."""
     return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))

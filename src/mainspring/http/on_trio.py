@@ -84,7 +84,7 @@ async def serve(
 
 
 def _quiet_logger() -> logging.Logger:
-    """anycorn announces itself at INFO, with advice about CTRL + C that is wrong here."""
+    """Silence anycorn's greeting at INFO, whose advice about CTRL + C is wrong here."""
     logger = logging.getLogger("mainspring.http.anycorn")
     logger.setLevel(logging.WARNING)
     return logger

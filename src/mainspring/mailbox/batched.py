@@ -253,8 +253,8 @@ class _State(Enum):
 class Batcher(Generic[C]):
     """Joins concurrent commands for one backend. :meth:`run` belongs in the scope of the mailbox.
 
-    :param execute: performs the commands and sets the result or error of each. What it raises becomes the error of every
-        command that has none and is not ``done``; it should raise only what leaves all of those without effect.
+    :param execute: performs the commands and sets the result or error of each. An exception becomes the error of every command
+        that has none and is not ``done``. It should raise only what leaves all of those without effect.
     :param resume: goes on with an ``execute`` that was cancelled, from where it was. Without it, the runner executes all.
     :param undo: called with a command that took place though its caller was cancelled while it was out; it may
         :meth:`post` the command that takes the effect back.

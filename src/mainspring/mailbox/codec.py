@@ -171,7 +171,9 @@ class Codec:
     def _check_finite(self, body: Any) -> None:
         """Raise :class:`SerializationError` for a number that JSON does not have: it would arrive as null."""
         if (field := _not_finite(self._adapter.serializer.to_python(body))) is not None:
-            raise SerializationError(f"{self._of(body)} cannot be written as JSON: {field or 'the body'} is not finite")
+            raise SerializationError(
+                f"{self._of(body)} cannot be written as JSON: {field or 'the body'} is not finite; send None or a string"
+            )
 
     def _has_class(self, kind: type[Any]) -> bool:
         return issubclass(kind, self._base) or is_dataclass(kind)

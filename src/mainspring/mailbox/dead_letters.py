@@ -1,7 +1,7 @@
 """The dead letters of a mailbox as a mailbox of its own, so that a loop can work on them with leases.
 
-A dead letter stays among the dead letters of its mailbox until the work on it is done. Who works on it is said by a *ticket*: a
-message with its id in a sibling mailbox, of which its ``dedup_key`` allows one at a time. The lease of a ticket is the lease of
+A dead letter stays among the dead letters of its mailbox until the work on it is done. A *ticket* says which worker holds it: a
+message with its id in a sibling mailbox. Its ``dedup_key`` allows one ticket at a time. The lease of a ticket is the lease of
 its dead letter: so two consumers, in whatever processes, do not handle one dead letter at once. A crash between two steps
 leaves a ticket for a dead letter that is gone. That ticket is dropped when it is next received. Where the message has died
 again by then, its next ticket is made as the last one ends.

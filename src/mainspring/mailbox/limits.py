@@ -173,7 +173,9 @@ def check_text(what: str, value: str) -> None:
 def check_size(what: str, size: int, most: int, whose: str) -> None:
     """Raise :class:`SerializationError` for what has more bytes than a store can take."""
     if size > most:
-        raise SerializationError(f"{what} of {size:,} bytes is larger than the {most:,} that {whose}")
+        raise SerializationError(
+            f"{what} of {size:,} bytes is larger than the {most:,} that {whose}; send a reference to larger data"
+        )
 
 
 def check_column(what: str, size: int) -> None:

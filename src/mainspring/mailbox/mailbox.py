@@ -1,7 +1,7 @@
 """``Mailbox``: the one face of a queue, whatever store it lies on.
 
-It checks and encodes what users give, decodes what they receive, and keeps the life cycle, the requests and the replies. What
-is done with messages it has its :class:`~mainspring.mailbox.backend.Backend` do.
+It checks and encodes what users give, decodes what they receive, and keeps the life cycle, the requests and the replies. Its
+:class:`~mainspring.mailbox.backend.Backend` does the work on messages.
 """
 
 from __future__ import annotations
@@ -100,9 +100,9 @@ class Mailbox(Generic[T, R]):
     def __init__(self, backend: Backend, *, body: Any = None, reply: Any = None, serialize: bool = True) -> None:
         self.name = name = backend.name
         self.backend = backend
-        """What does the work: its calls check no parameter, and encode nothing."""
+        """The store. Its calls check no parameter, and encode nothing."""
         self.serializes = serialize
-        """Whether bodies reach the backend as JSON bytes (else as the objects they are)."""
+        """True if bodies reach the backend as JSON bytes (else as the objects they are)."""
         self.reply_stores: tuple[Mailbox[Any, Any], ...] = ()
         """Mailboxes of the other stores that replies may go to; see ``open_mailbox(reply_stores=)``."""
         self.forgotten_replies = 0
@@ -542,7 +542,9 @@ class Mailbox(Generic[T, R]):
         with anyio.move_on_after(CLOSE_TIMEOUT, shield=True) as waiting:
             outcome, reply_to, headers = await self.backend.cancel(message_id)
         if waiting.cancelled_caught:
-            raise MailboxConnectionError(f"cancel: no answer came within {CLOSE_TIMEOUT:g} s; it may have taken place")
+            raise MailboxConnectionError(
+                f"cancel: no answer came within {CLOSE_TIMEOUT:g} s; it may have taken place; call it again"
+            )
         if outcome is CancelOutcome.UNKNOWN:
             return outcome
         waited_for = any(router.end_request(message_id, cancelled_error(message_id)) for router in self.reply_routers)
@@ -666,9 +668,9 @@ class Mailbox(Generic[T, R]):
     async def transaction(self, message: Message[Any, Any]) -> AsyncIterator[Any]:
         """Run a transaction that ends with the block, and settles ``message``. Yield the driver's connection.
 
-        What is written through the connection and the acknowledgement are committed together, or neither is. Inside the
-        block ``message.reply()``, ``nack()``, ``dead_letter()`` and so on are part of the transaction; without any of them
-        leaving the block acknowledges. An error out of the block rolls all back and leaves the message unsettled; so does a
+        The writes through the connection and the acknowledgement are committed together, or neither is. Inside the block
+        ``message.reply()``, ``nack()``, ``dead_letter()`` and so on are part of the transaction; without any of them leaving
+        the block acknowledges. An error out of the block rolls all back and leaves the message unsettled; so does a
         cancellation.
 
         :raises ConfigError: the mailbox cannot (:attr:`Capabilities.transactions`).

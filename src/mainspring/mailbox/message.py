@@ -255,13 +255,13 @@ class Message(Generic[T, R]):
         self.mailbox = mailbox
         """The mailbox that it was received from."""
         self.delivery = delivery
-        """What the backend said of it."""
+        """The backend's record of it."""
         self._body = body
         self._is_decoded = is_decoded
         self.settlement: Settlement | None = None
         """How this delivery was ended through this object, or None."""
         self.is_settling = False
-        """Whether the store has yet to answer the settlement that :attr:`settlement` tells of."""
+        """True until the store has answered the settlement in :attr:`settlement`."""
         self._replied = False
 
     def __repr__(self) -> str:
@@ -427,7 +427,7 @@ class Message(Generic[T, R]):
             self.is_settling = False
 
     def _settled_error(self) -> MessageSettledError:
-        return MessageSettledError(f"message {self.id}: this delivery is already settled")
+        return MessageSettledError(f"message {self.id}: this delivery is already settled; settle it once")
 
 
 _RELEASE = Nack(charge=False, front=True)

@@ -83,7 +83,9 @@ class PendingReply(Generic[R]):
         with anyio.move_on_after(timeout):
             await self._until_ready()
         if not self.is_ready:
-            raise RequestTimeoutError(f"request {self.id}: no reply has come within {timeout:g} s")
+            raise RequestTimeoutError(
+                f"request {self.id}: no reply has come within {timeout:g} s; wait longer, or cancel it"
+            )
         return self._outcome()
 
     async def cancel(self) -> CancelOutcome:

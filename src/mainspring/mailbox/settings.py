@@ -50,13 +50,13 @@ class Options(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
 
     kind: ClassVar[str]
-    """The mailbox, as errors name it."""
+    """The name of the mailbox in errors."""
     schemes: ClassVar[tuple[str, ...]]
-    """Those of its URLs."""
+    """The schemes of its URLs."""
     hints: ClassVar[dict[str, str]] = {}
-    """What to do instead, by options that there are not."""
+    """What to write instead of an option that does not exist, by its name."""
     besides: ClassVar[str] = ""
-    """What else it takes, as errors say it."""
+    """What it takes besides these options: the end of the list in errors."""
 
     @classmethod
     def of(cls, url: str, **given: Any) -> Self:

@@ -489,7 +489,9 @@ def unpack(fn: Callable[..., Any], answer: Answer) -> Any:
     try:
         value = pickle.loads(what) if how != "lost" else OffloadPickleError(f"{name_of(fn)}: {what}")  # noqa: S301
     except Exception as error:
-        raise OffloadPickleError(f"{name_of(fn)}: what it {how} cannot be unpickled here ({describe(error)})") from None
+        raise OffloadPickleError(
+            f"{name_of(fn)}: what it {how} cannot be unpickled here ({describe(error)}); return plain data"
+        ) from None
     if how == "returned":
         return value
     if not isinstance(value, BaseException):  # a __reduce__ may say anything

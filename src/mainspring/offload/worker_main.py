@@ -100,7 +100,7 @@ def main(descriptor: int, parent_death: int, owner: int) -> None:
 
 
 def _end_child() -> None:
-    """A job has forked, and this is its child, which came out of the job too: one worker does not become two."""
+    """End the child that a job has forked and that came out of the job too: one worker does not become two."""
     os.write(2, b"mainspring worker: the job forked, and its child came back from it; the child is ended\n")
     os._exit(1)
 

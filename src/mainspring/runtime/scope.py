@@ -185,7 +185,7 @@ class DaemonScope:
 
     @property
     def daemons(self) -> tuple[Daemon, ...]:
-        """Its tasks, in the order of their start. One that has ended is forgotten when the next one starts."""
+        """Its tasks, in the order of their start. A task that has ended is forgotten when the next one starts."""
         return tuple(self._daemons)
 
     async def __aenter__(self) -> Self:

@@ -112,12 +112,12 @@ class BudgetTracker:
 
     @property
     def used(self) -> Usage:
-        """All that was added, before a restart too."""
+        """The sum of all that was added, before a restart too."""
         return self._used
 
     @property
     def state(self) -> dict[str, Any]:
-        """What ``BudgetTracker(budget, state)`` goes on from."""
+        """The state from which ``BudgetTracker(budget, state)`` goes on."""
         used = self._used
         return {
             "version": VERSION,

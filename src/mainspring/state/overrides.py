@@ -329,7 +329,7 @@ class Overrides:
         """Hand the index of a name to the block, which changes it, and save it then."""
         with self._opened(parts, make=False) as folder:
             if folder is None:
-                raise InvalidParameterError(f"{what}: there is no override {'/'.join(parts)!r}")
+                raise InvalidParameterError(f"{what}: there is no override {'/'.join(parts)!r}; write() makes one")
             with self._locked(folder, parts):
                 index = Index.load(folder, parts) or Index([], 0, [])
                 yield index

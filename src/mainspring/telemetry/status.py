@@ -31,7 +31,7 @@ class LoopStatus:
     progress: Mapping[str, tuple[float, float | None]] = field(default_factory=dict)
     """How far messages in flight are, where their handlers say so: done and total, by the message's id."""
     paused: bool = False
-    """Whether it has been told to take no new work until it is resumed."""
+    """True if it has been told to take no new work until it is resumed."""
     state_seconds: float = 0.0
     """How long the present state has lasted."""
     uptime: float = 0.0
@@ -61,7 +61,7 @@ class GroupStatus:
     watchdog_threshold: float | None = None
     """Seconds without a beat after which a message counts as stalled; ages are judged against it."""
     paused: bool = False
-    """Whether all of its loops that have not ended are paused."""
+    """True if all of its loops that have not ended are paused."""
     event_loop_lag: float | None = None
     """By how many seconds the event loop was late to turn, at most, in the last minute; None where no block watch runs."""
 

@@ -83,7 +83,7 @@ class LoopThread:
 
     @property
     def state(self) -> LoopThreadState:
-        """Idle, starting, running, stopping or stopped."""
+        """Its state: idle, starting, running, stopping or stopped."""
         return self._core.state
 
     def start(self) -> None:
@@ -177,7 +177,7 @@ class LoopThread:
         return self._core.wait_idle(timeout)
 
     def stop(self, *, timeout: float | None = None) -> bool:
-        """Accept nothing more, do what was accepted, and wait for the end of the thread; whether all ended by itself.
+        """Accept nothing more, do what was accepted, and wait for the end of the thread. Return True if all ended by itself.
 
         Submitted functions get ``timeout`` seconds (None: ``stop_timeout``), then they are cancelled, and their tickets fail.
         ``cancel_grace`` seconds later this returns False in any case. If a callback blocks or a task swallows its cancellation,

@@ -205,7 +205,7 @@ class LoopCore:
         self.tasks: TaskGroup | None = None
         self.running: set[Submission[Any]] = set()
         self.clean = True
-        """Whether all has ended by itself so far; once it is False it stays so."""
+        """True while all has ended by itself so far. Once False, it stays so."""
 
     def __str__(self) -> str:
         return f"loop thread {self.name!r}"
@@ -214,7 +214,7 @@ class LoopCore:
 
     @property
     def state(self) -> LoopThreadState:
-        """Where it is."""
+        """Its state."""
         if self._ended:
             return LoopThreadState.STOPPED
         if self._stopping:
@@ -268,7 +268,7 @@ class LoopCore:
             raise
 
     def _call_soon(self, fn: Callable[[], object]) -> None:
-        """From outside of the event loop. A function of its own, since :meth:`_interrupts_a_call` looks for its frame."""
+        """Call from outside of the event loop. It is a function of its own: :meth:`_interrupts_a_call` looks for its frame."""
         call_soon(self._loop, fn)
 
     def _interrupts_a_call(self) -> bool:
@@ -372,7 +372,7 @@ class LoopCore:
         return min(self._timeouts, default=None)
 
     def drop(self) -> None:
-        """The user's object is gone. This is called from wherever the garbage collector runs, and must not wait."""
+        """Stop, as the user's object is gone. The garbage collector calls this, wherever it runs: it must not wait."""
         if not self.is_foreign():
             self._ask_to_stop()
 
@@ -469,7 +469,7 @@ class LoopCore:
                 gate.open()
 
     def has_ended(self, submission: Submission[Any]) -> None:
-        """Its task is over, and its ticket answered."""
+        """Note that its task is over, and its ticket answered."""
         self.running.discard(submission)
         if self._idle_waiters:
             self._tell_if_idle()

@@ -288,11 +288,11 @@ class TicketWriter(Generic[T]):
         return self._ticket.is_ready
 
     def complete(self, value: T) -> None:
-        """As :meth:`Ticket.complete`."""
+        """Do as :meth:`Ticket.complete`."""
         self._ticket.complete(value)
 
     def fail(self, error: BaseException) -> None:
-        """As :meth:`Ticket.fail`."""
+        """Do as :meth:`Ticket.fail`."""
         self._ticket.fail(error)
 
     def offer(self, value: T) -> bool:

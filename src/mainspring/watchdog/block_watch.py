@@ -41,16 +41,16 @@ LONG = 3.0
 class BlockWatch:
     """Ends the process when its event loop does not turn for ``block_threshold`` seconds, naming the line that blocks it.
 
-    ``async with BlockWatch(guardian=True): …`` on the event loop that is to be watched. A task beats; a thread of the
-    operating system looks at the beats. Code that blocks the loop in Python, or waits outside the interpreter, is
-    found by that thread: it writes the guilty line and the stacks of all threads to ``stream`` (default: standard error as
-    it is then), and ends the process by SIGKILL, a moment later than the threshold. Code that holds the interpreter's lock
-    (a regular expression that explodes) stops the thread too; with ``guardian=True`` a tiny child process finds that, has
-    faulthandler write the stacks, and kills. The child dies with the process, whatever ends that. Where there can be no
-    child, a warning says so and the thread watches alone.
+    ``async with BlockWatch(guardian=True): …`` on the event loop that is to be watched. A task beats; a thread of the operating
+    system looks at the beats. That thread finds code that blocks the loop in Python, or waits outside the interpreter. It
+    writes the guilty line and the stacks of all threads to ``stream`` (default: standard error as it is then). It ends the
+    process by SIGKILL, a moment later than the threshold. Code that holds the interpreter's lock (a regular expression that
+    explodes) stops the thread too; with ``guardian=True`` a tiny child process finds that, has faulthandler write the stacks,
+    and kills. The child dies with the process, whatever ends that. Where there can be no child, a warning says so and the
+    thread watches alone.
 
-    Time in which the process could not run is not counted (suspended, stopped by SIGSTOP, in the hands of a debugger, a
-    machine that stood still): the loop then has the whole threshold again. Under a virtual clock nothing is judged.
+    Time in which the process could not run is not counted: suspended, stopped by SIGSTOP, in the hands of a debugger, on a
+    machine that stood still. The loop then has the whole threshold again. Under a virtual clock nothing is judged.
     ``block_threshold`` is in seconds; the default is long enough for an import or a garbage collection and shorter than the
     default lease. ``math.inf`` judges nothing, and only :meth:`exit_by` remains. Raises :class:`ConfigError` where it is not
     above 0. Leaving the block ends thread and child within milliseconds, unless an exit is pending.
@@ -115,19 +115,19 @@ class BlockWatch:
             watcher.log_notices()
 
     def exit_by(self, seconds: float, *, status: int, explain: Callable[[], str]) -> None:
-        """From now on this process leaves within ``seconds``, unless :meth:`call_off` comes first.
+        """Let this process leave within ``seconds`` from now, unless :meth:`call_off` comes first.
 
-        Then the watching thread writes ``explain()`` and the stacks of all threads to the stream (it gives that 0.4 s, so
-        neither a full pipe nor a hanging ``explain`` can hold it up), and calls ``os._exit(status)``. Where it cannot run, the
-        guardian kills the process about 0.5 s after. Calling again replaces ``status`` and ``explain``, and can bring
-        the instant nearer but not put it off. An exit that is not called off outlasts the ``async with`` block, so that
-        it also covers the end of the interpreter, which waits for the threads of handlers that never return. Callable
-        from any thread and from a signal handler. Raises :class:`RuntimeError` where the block is not entered.
+        Then the watching thread writes ``explain()`` and the stacks of all threads to the stream, and calls
+        ``os._exit(status)``. The writing has 0.4 s, so neither a full pipe nor a hanging ``explain`` can hold it up. Where it
+        cannot run, the guardian kills the process about 0.5 s after. Calling again replaces ``status`` and ``explain``, and can
+        bring the instant nearer but not put it off. An exit that is not called off outlasts the ``async with`` block. So it
+        also covers the end of the interpreter, which waits for the threads of handlers that never return. Callable from any
+        thread and from a signal handler. Raises :class:`RuntimeError` where the block is not entered.
         """
         self._entered().exit_by(seconds, status, explain)
 
     def call_off(self) -> None:
-        """The exit is not needed any more (idempotent)."""
+        """Call the exit off (idempotent)."""
         if self._watcher is not None:
             self._watcher.call_off()
 
@@ -203,7 +203,7 @@ class _Watcher:
             raise
 
     def _forget(self) -> None:
-        """In a forked child, which has no watching thread: leave everything that is shared with the guardian alone."""
+        """Leave everything that is shared with the guardian alone, in a forked child, which has no watching thread."""
         self._lock = _new_lock()
         self.forked = self.closed = self._ended = True
         self._board.forget()
@@ -216,7 +216,7 @@ class _Watcher:
         self._board.beat = clock.monotonic()
 
     def log_notices(self) -> None:
-        """Logging is left to the event loop: the thread must not wait for a lock that a blocked loop may hold."""
+        """Log the notices in the event loop: the thread must not wait for a lock that a blocked loop may hold."""
         while self._notices:
             _log.warning("%s", self._notices.popleft())
 
@@ -326,7 +326,7 @@ class _Watcher:
         os._exit(leaving.status)
 
     def _take_over(self) -> None:
-        """From here on the guardian only steps in should this thread not come to its end."""
+        """Let the guardian only step in if this thread does not come to its end, from here on."""
         with self._lock:
             self._board.kill_at = clock.monotonic() + LEAVE_TIME
             self._board.beat = 0.0

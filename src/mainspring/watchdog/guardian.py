@@ -43,7 +43,7 @@ class Board:
 
     @property
     def kill_at(self) -> float:
-        """From when on the guardian kills; 0 for never."""
+        """The instant from which the guardian kills; 0 for never."""
         return self._words[guardian_main.KILL_AT]
 
     @kill_at.setter
@@ -89,7 +89,7 @@ class DumpSignal:
             return self.number
 
     def release(self) -> None:
-        """One user less; the last one's leaving gives it back."""
+        """Count one user less. The last one gives the signal back."""
         with self._lock:
             self._users -= 1
             if self._users == 0 and self.number:

@@ -1,13 +1,13 @@
 """The guardian: a tiny process that ends the one it guards when that can no longer end itself.
 
-It runs by path, on the standard library alone (``python -I -S guardian_main.py …``), so that it stays small, starts in
-milliseconds, and shares no lock, no interpreter and no fate with its ward. Both look at one page of shared memory:
+It runs by path, on the standard library alone (``python -I -S guardian_main.py …``). So it stays small, starts in milliseconds,
+and shares no lock, no interpreter and no fate with its ward. Both look at one page of shared memory:
 
 - ``BEAT``: the instant (CLOCK_MONOTONIC, seconds) of the event loop's last beat; 0 while no loop is to be judged.
 - ``KILL_AT``: the instant from which the ward must be gone; 0 for none.
 
-A loop that has not beaten for ``block_threshold`` seconds (and ``MARGIN``, within which the ward's own watching thread
-acts, where it can) has its threads dumped by a signal that faulthandler answers in C, and is then killed.
+A loop has not beaten for ``block_threshold`` seconds, and for ``MARGIN``, within which the ward's own watching thread acts if
+it can. Then its threads are dumped by a signal that faulthandler answers in C, and it is killed.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class Silence:
         self._tolerance = max(threshold / 4, min(0.2, threshold / 2))
         self._armed = self._due = now
         self.late = False
-        """Whether the last look came late."""
+        """True if the last look came late."""
 
     def plan(self, due: float) -> None:
-        """The next look is meant to happen at ``due``."""
+        """Note that the next look is meant to happen at ``due``."""
         self._due = due
 
     def rearm(self, now: float) -> None:
@@ -195,7 +195,7 @@ class Guardian:
 
 
 def main(arguments: list[str]) -> None:
-    """``BOARD_FD PIPE_FD PARENT_PID THRESHOLD DUMP_SIGNAL BUSY_SIGNAL``: all of them given by the parent."""
+    """Run with ``BOARD_FD PIPE_FD PARENT_PID THRESHOLD DUMP_SIGNAL BUSY_SIGNAL``, all given by the parent."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # a signal to the whole process group is meant for the ward
     try:

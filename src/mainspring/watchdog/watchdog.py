@@ -163,7 +163,7 @@ class Pardons:
     _late: list[tuple[float, float]] = field(default_factory=list)
 
     def add(self, now: float, seconds: float) -> None:
-        """The look at ``now`` came ``seconds`` late."""
+        """Note that the look at ``now`` came ``seconds`` late."""
         if seconds > self.noise:
             self._late.append((now, seconds))
 
@@ -187,17 +187,17 @@ class Watchdog:
     """Cancels what has not beaten for ``threshold`` seconds; kills the process where it has not ended ``cancel_grace`` later.
 
     ``subjects`` lists, at each look, whatever must beat just then: what waits for work or has lost its server is left out of
-    the list. The defaults suit handlers that call models or services: 720 s without a beat is longer than such a call may
-    take, and a look every 60 s costs nothing. A stall becomes known within ``threshold + interval`` (mostly at the
-    threshold, since the next look follows from the oldest beat), and a process with a stuck handler is gone within
-    ``threshold + interval + cancel_grace + 1``. The time by which a look comes late (the process was stopped, the machine
-    suspended, the loop blocked) is not counted.
+    the list. The defaults suit handlers that call models or services: 720 s without a beat is longer than such a call may take,
+    and a look every 60 s costs nothing. A stall becomes known within ``threshold + interval`` seconds, mostly at the threshold,
+    since the next look follows from the oldest beat. A process with a stuck handler is gone within ``threshold + interval +
+    cancel_grace + 1``. The time by which a look comes late (the process was stopped, the machine suspended, the loop blocked)
+    is not counted.
 
-    ``kill`` is called with one line that says who is stuck and where; by default it writes that and the stacks of all
-    threads to standard error, then sends SIGKILL to its own process: something that does not end keeps its message, its
-    lease and its slot for ever, while another process could do the work. Raises :class:`ConfigError` for limits that are not
-    positive numbers, and for a ``kill`` that is not plain. It judges what shares its event loop; whether that loop turns at
-    all is the block watch's to say.
+    ``kill`` is called with one line that says which handler is stuck and where. By default it writes that and the stacks of all
+    threads to standard error, then sends SIGKILL to its own process. A handler that does not end keeps its message, its lease
+    and its slot for ever, while another process could do the work. Raises :class:`ConfigError` for limits that are not positive
+    numbers, and for a ``kill`` that is not plain. It judges what shares its event loop; whether that loop turns at all is the
+    block watch's to say.
     """
 
     def __init__(

@@ -53,7 +53,7 @@ _log = Logger("mainspring")
 
 T = TypeVar("T")
 OnMessage: TypeAlias = "Callable[[Any], object]"
-"""What :class:`LoopActor` takes for messages of a user's own: a function of the message, plain or async."""
+"""A function for messages of a user's own, plain or async. :class:`LoopActor` calls it with the message."""
 
 
 class LoopActor:
@@ -297,7 +297,7 @@ class LoopActor:
         ``on_stop()`` is called once the loop is told to stop, by whichever call.
         """
         if self._event_loop is not None:
-            raise ConfigError(f"{self!r} is already running")
+            raise ConfigError(f"{self!r} is already running; make a second one")
         self.stop_began = self.cancelled_at = None
         self.stopped, self._ended, self._wake = anyio.Event(), anyio.Event(), anyio.Event()
         self._on_stop = on_stop
@@ -363,7 +363,7 @@ class LoopActor:
 
     @property
     def running(self) -> bool:
-        """Whether it runs, and serves control messages."""
+        """True while it runs and serves control messages."""
         return self._event_loop is not None and self._process is identity()
 
     @property
@@ -418,7 +418,7 @@ class LoopActor:
 async def check_health(actors: Iterable[LoopActor], timeout: float = 5.0) -> list[HealthStatus]:
     """How the actors are, in their order: all are asked at once, and have ``timeout`` seconds together.
 
-    One that does not answer in time, or does not run, is reported as that (``answered`` is False).
+    An actor that does not answer in time, or does not run, is reported as that (``answered`` is False).
 
     :raises InvalidParameterError: ``timeout`` is no number of seconds, or one is no actor.
     """

@@ -116,7 +116,9 @@ class Context:
             the call stays unfinished. So it is with a store that does not answer (:class:`MailboxConnectionError`).
         """
         if not self._delivery.message.mailbox.capabilities.checkpoints:
-            raise ConfigError("ctx.tool_call: this mailbox keeps no checkpoints (Capabilities.checkpoints)")
+            raise ConfigError(
+                "ctx.tool_call: this mailbox keeps no checkpoints (Capabilities.checkpoints); use one that does"
+            )
         return ToolCallBlock(self._kept(), name, key, info)
 
     @property

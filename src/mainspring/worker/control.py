@@ -21,7 +21,7 @@ class HealthStatus:
 
     name: str
     healthy: bool
-    """Whether it runs and takes work."""
+    """True if it runs and takes work."""
     reason: str | None = None
     """Why it is not healthy, in one line."""
     answered: bool = True
@@ -95,8 +95,9 @@ class DrainRequest(ControlMessage[bool]):
 
 @dataclass(frozen=True, slots=True)
 class ShutdownRequest(ControlMessage[bool]):
-    """Take no new work and end. What is in hand may take ``timeout`` seconds, and is then cancelled. The whole run is cancelled
-    if the work has not ended ``cancel_grace`` seconds later. The answer comes at the end: whether all ended by itself.
+    """Take no new work and end. The work in hand may take ``timeout`` seconds, and is then cancelled. The whole run is
+    cancelled if the work has not ended ``cancel_grace`` seconds later. The answer comes at the end: whether all ended by
+    itself.
 
     Of several the one that ends it soonest counts.
 

@@ -94,7 +94,7 @@ class Delivery:
     due: Deadline | None = None
     revoked = False
     waits = False
-    """Whether it waits for a worker of its pool: its handler has not begun."""
+    """True while it waits for a worker of its pool: its handler has not begun."""
     progress_made: tuple[float, float | None] | None = None
     clocks: Clocks
     _beaten_elsewhere = False

@@ -62,7 +62,7 @@ class LeaseKeeper:
         self._failures = 0
         """How many renewals have failed since the mailbox was last known to answer."""
         self._retrying: set[Delivery] = set()
-        """Those whose renewals are being tried again."""
+        """The deliveries whose renewals are being tried again."""
 
     async def run(self, subscribe: Callable[[Callable[[list[str]], object]], Callable[[], None]] | None = None) -> None:
         """Keep the leases until cancelled. ``subscribe`` (``Notifications.cancelled.subscribe``) gets :meth:`revoke`."""
@@ -136,7 +136,7 @@ class LeaseKeeper:
     def _has_beaten(self, delivery: Delivery, now: float) -> bool:
         """True if the handler has given a sign of life since the last renewal; that it was started is none of its own.
 
-        One that still waits for a worker cannot give any, and is not stuck.
+        A handler that still waits for a worker cannot give any, and is not stuck.
         """
         return delivery.waits or now - delivery.beat_age() > max(delivery.renewed_at, delivery.started)
 

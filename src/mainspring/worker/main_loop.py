@@ -55,8 +55,8 @@ class MainLoop:
         that the loop was started with.
     :param name: for logs, metrics and reports; the handler's name by default.
     :param concurrency: how many handlers run at once. As many messages are leased. While handlers are quick, so are those that
-        they will begin within 50 ms at their present rate (at most 100 in all): they need not wait for the store. What has not
-        begun after 100 ms, or when the loop stops or pauses, is released, uncharged.
+        they will begin within 50 ms at their present rate (at most 100 in all): they need not wait for the store. Messages that
+        have not begun after 100 ms, or when the loop stops or pauses, are released, uncharged.
     :param visibility_timeout: seconds a lease lasts (1 to 43,200). It is renewed while the handler runs. So it says how soon
         another worker takes over after a crash, not how long a handler may take.
     :param wait_time_seconds: how long one receive waits for work.
@@ -311,7 +311,7 @@ class MainLoop:
 
     @property
     def running(self) -> bool:
-        """Whether :meth:`run` is under way."""
+        """True while :meth:`run` is under way."""
         return self._worker is not None
 
     @property
@@ -369,7 +369,7 @@ class MainLoop:
 
     @property
     def claims(self) -> tuple[OpenReceive, ...]:
-        """What is asked of the mailbox just now."""
+        """The calls of the mailbox that are out just now."""
         return self._worker.open_receives if self._worker is not None else ()
 
     @property

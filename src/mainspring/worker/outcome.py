@@ -74,7 +74,7 @@ def after_failure(
     ``Reject`` is the end, and so is a fault of configuration, whatever the policy says: running the handler again does not mend
     it. ``ReplyError`` is an answer: the message is done (its reply is the caller's to add). ``Retry`` says its own delay and
     whether it counts; it is an instruction, so that the kinds of errors which the dead-letter policy names do not touch it. Any
-    other error counts, waits by the retry policy, and is the end when the dead-letter policy says so. One that the policy
+    other error counts, waits by the retry policy, and is the end when the dead-letter policy says so. An error that the policy
     excludes never counts, so that its attempts cannot run out. A group of one error, as a handler's own task group raises it,
     means that error.
     """

@@ -39,7 +39,7 @@ class Runnable(Protocol):
 
     @property
     def running(self) -> bool:
-        """Whether ``run`` is under way."""
+        """True while ``run`` is under way."""
 
     @property
     def heartbeat(self) -> Heartbeat:
@@ -59,7 +59,7 @@ class AnyRunnable(Protocol):
 
     @property
     def running(self) -> Any:
-        """Whether ``run`` is under way."""
+        """True while ``run`` is under way."""
 
     @property
     def heartbeat(self) -> Any:
@@ -85,7 +85,7 @@ class Steerable(Runnable, Protocol):
 
     @property
     def paused(self) -> bool:
-        """Whether it has been told to pause."""
+        """True if it has been told to pause."""
 
     async def wait_paused(self) -> None:
         """Wait until no work is being taken any more, or the pause is over."""
@@ -108,7 +108,7 @@ class Steerable(Runnable, Protocol):
 
     @property
     def claims(self) -> Sequence[Any]:
-        """What it asks of its store, as further subjects of the watchdog."""
+        """Its calls of its store, as further subjects of the watchdog."""
 
     @property
     def in_flight(self) -> int:

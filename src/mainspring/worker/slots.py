@@ -250,7 +250,7 @@ class Slots:
         self._capacity = capacity
         self._freed = anyio.Event()
         self._full = False
-        """Whether a receiver waits for a free slot."""
+        """True if a receiver waits for a free slot."""
 
     @property
     def free(self) -> int:

@@ -46,7 +46,8 @@ class ToolCall:
 
 
 class Notes:
-    """What is kept with one message in its checkpoint: the handler's state, and the calls that have begun and not ended.
+    """The notes that are kept with one message in its checkpoint: the handler's state, and the calls that have begun and not
+    ended.
 
     Without such calls the checkpoint is the state and nothing else, as it is where a handler makes none.
     """
@@ -84,7 +85,9 @@ class Notes:
         async with self._lock:
             same = next((c for c in self._calls.values() if key is not None and (c.name, c.key) == (name, key)), None)
             if same is not None and same.number in self._open:
-                raise InvalidParameterError(f"tool_call: {_title(same)} is under way in this handler already")
+                raise InvalidParameterError(
+                    f"tool_call: {_title(same)} is under way in this handler already; await it, or give this one another key"
+                )
             if same is not None:
                 call = replace(same, info=info)
             elif len(self._calls) < MOST_UNFINISHED:
@@ -143,7 +146,9 @@ def _read(raw: bytes | None) -> tuple[bytes | None, list[ToolCall]]:
     if value.keys() != {"$mainspring", "calls", "state"}:
         return raw, []  # a handler's own, by chance
     if value["$mainspring"] != _VERSION:
-        raise SerializationError("the message's checkpoint was written by a newer version of Mainspring")
+        raise SerializationError(
+            "the message's checkpoint was written by a newer version of Mainspring; upgrade this worker"
+        )
     calls = [ToolCall(**{**call, "begun_at": datetime.fromisoformat(call["begun_at"])}) for call in value["calls"]]
     return to_plain_json(value["state"]), calls
 

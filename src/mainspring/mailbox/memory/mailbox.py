@@ -355,7 +355,7 @@ class ReceiveWaker:
                 self._sender.send_nowait(None)
 
     def wake_all(self) -> None:
-        """Wake everybody who waits or is on the way to."""
+        """Wake all receives that wait or are about to."""
         _close_streams(self._streams)
         self._sender = self._receiver = None
         self._is_woken = False

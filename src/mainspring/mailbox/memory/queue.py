@@ -82,7 +82,7 @@ class QueuedMessage(ClaimedMessage):
 class PriorityQueue:
     """Those of one priority that wait: returned ones (a heap, in their old order) before the others.
 
-    One that leaves from the middle stays behind as a dead item until it comes to the head or the dead outnumber the rest.
+    An item that leaves from the middle stays behind as a dead one, until it comes to the head or the dead outnumber the rest.
     """
 
     __slots__ = ("front", "gone", "tail")

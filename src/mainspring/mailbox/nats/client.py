@@ -131,7 +131,9 @@ def parse(answer: RawMessage) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(answer.data)
     except ValueError:
-        raise ConfigError(f"what answers at the NATS server is no JetStream: {answer.data[:60]!r}") from None
+        raise ConfigError(
+            f"what answers at the NATS server is no JetStream: {answer.data[:60]!r}; check the host and the port of the URL"
+        ) from None
     error = found.get("error")
     if error is not None:
         raise ApiError(int(error.get("err_code", 0)), str(error.get("description", "")))

@@ -490,7 +490,9 @@ def _parse_unless(answer: RawMessage | MailboxError, code: int) -> dict[str, Any
 def _as_mailbox_error(error: ApiError) -> MailboxError:
     """Translate a refusal of JetStream: a limit is reached, something is gone, or it may pass."""
     if error.code in _FULL:
-        return MailboxFullError(f"the NATS server has no room: {error.text}")
+        return MailboxFullError(
+            f"the NATS server has no room: {error.text}; purge messages, or raise the limits of the account"
+        )
     if is_gone(error):
         return GoneError(str(error))
     return MailboxConnectionError(str(error))

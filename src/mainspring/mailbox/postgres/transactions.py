@@ -109,7 +109,9 @@ class HandlerTransactions:
         """
         handle = message.receipt_handle
         if message.is_settled or handle in self.under_way:
-            raise MessageSettledError(f"message {message.id}: it is already settled, or in a transaction")
+            raise MessageSettledError(
+                f"message {message.id}: it is already settled, or in a transaction; open one for each message"
+            )
         async with shared.transactions, AsyncExitStack() as stack:
             try:
                 with anyio.fail_after(shared.connections.timeout):

@@ -329,7 +329,9 @@ async def _greet(connection: RedisConnection, server: RedisServer, sentinel: boo
         )
     connection.cluster = said.get(b"mode") == b"cluster"
     if server.db and connection.cluster:
-        raise ConfigError(f"{_place(connection)} belongs to a cluster, which has the database 0 only")
+        raise ConfigError(
+            f"{_place(connection)} belongs to a cluster, which has the database 0 only: leave the number out of the URL"
+        )
     is_sentinel = said.get(b"mode") == b"sentinel"
     if sentinel and not is_sentinel:
         raise ConfigError(f"{_place(connection)} is no sentinel; its scheme is redis://")

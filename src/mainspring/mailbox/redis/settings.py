@@ -111,5 +111,5 @@ def _db(shown: str, steps: list[str], kind: str) -> int:
     if len(steps) > 1 or not re.fullmatch(r"[0-9]{1,9}", steps[0]):
         raise ConfigError(f"{shown!r}: after the host comes the number of the database, as in redis://localhost:6379/0")
     if kind == "cluster" and int(steps[0]):
-        raise ConfigError(f"{shown!r}: a cluster has the database 0 only")
+        raise ConfigError(f"{shown!r}: a cluster has the database 0 only: leave the number out")
     return int(steps[0])

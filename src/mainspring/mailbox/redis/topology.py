@@ -101,7 +101,9 @@ class Topology:
             nodes = [(_node(row[2], connection.host), row[0] <= slot <= row[1]) for row in ranges]
             owner = next((host for host, owns in nodes if owns), None)
             if owner is None:
-                raise MailboxConnectionError(f"no node of the cluster has slot {slot}, which the mailbox is in")
+                raise MailboxConnectionError(
+                    f"no node of the cluster has slot {slot}, which the mailbox is in; see `redis-cli cluster info`"
+                )
             self._nodes = list(dict.fromkeys([owner, *(host for host, _ in nodes), *self.server.hosts]))
         except BaseException:
             await connection.close()

@@ -65,7 +65,7 @@ class Version:
 def versioned(
     number: int, *, upcast: Mapping[int, Callable[[Any], Any]] | None = None, name: str | None = None
 ) -> Callable[[C], C]:
-    """Class decorator: events or states of this class are stored as version ``number`` (1 where there is no decorator).
+    """Store events or states of the decorated class as version ``number`` (1 without the decorator).
 
     :param upcast: by old number, the function from that version's JSON data to the next one's: ``{1: one_to_two}``. A stored
         version that none leads on from raises :class:`UnknownVersionError` when it is read.

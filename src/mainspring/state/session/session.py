@@ -107,9 +107,10 @@ class Session(Generic[S]):
             file beside it that a warning names (logger ``mainspring``), and the session goes on from there.
         :raises ConfigError: it is no journal, or another program's file.
 
-        Entering raises :class:`JournalLockedError` while another session has the journal, :class:`JournalDamagedError` where
-        it holds what was never written, :class:`UnknownEventError` and :class:`UnknownVersionError` where it holds events
-        that this code does not know, and :class:`JournalError` where it cannot be read, or does not answer within 30 s.
+        Entering raises :class:`JournalLockedError` while another session has the journal, and :class:`JournalDamagedError` if
+        it holds what was never written. It raises :class:`UnknownEventError` or :class:`UnknownVersionError` if it holds events
+        that this code does not know. It raises :class:`JournalError` if the journal cannot be read, or does not answer within
+        30 s.
         """
         session: Session[Any] = Session.__new__(cls)
         session._make(state, name, dispatcher, _journal_of(journal), None)
@@ -151,8 +152,8 @@ class Session(Generic[S]):
     ) -> None:
         """Reduce ``slice`` from the events of a type (and its subclasses), beside what is registered for it already.
 
-        :param reducer: ``append``, ``replace_latest``, ``upsert_by(key)``, or a function of ``(slice, event)`` that returns
-            the next slice; it must compute it from these alone, as it does so again when a journal is read.
+        :param reducer: ``append``, ``replace_latest``, ``upsert_by(key)``, or a function of ``(slice, event)`` that returns the
+            next slice. It must compute it from these alone, as it does so again when a journal is read.
         :param initial: of a new slice; ``()`` for reducers that keep many events, None for the one that keeps the latest.
         :param type: of the slice, for snapshots, where neither the reducer nor its annotations say it.
         :raises ConfigError: the event type can be changed, the reducer is async, or the session has read its journal.
@@ -274,9 +275,9 @@ class Session(Generic[S]):
         """Make the events dispatched in an ``async with`` block happen all or not at all.
 
         It waits for its turn, and all other writers, of the children and the parent too, wait until it ends. The block, with
-        the tasks started in it, sees its own events at once; others see them, and subscribers are told of them, when it is
-        left, once they are durable. Left by an exception, a cancellation included, nothing of them remains, in memory or in
-        the journal. A reducer's error is in the result of its dispatch and does not end the block.
+        the tasks started in it, sees its own events at once. Others see them, and subscribers are told of them, when it is
+        left, once they are durable. Left by an exception, a cancellation included, nothing of them remains, in memory or in the
+        journal. A reducer's error is in the result of its dispatch and does not end the block.
 
         A cancellation that comes while the end is written changes nothing of that: the outcome is waited for, as long as
         the journal may take. ``asyncio.timeout`` and ``Task.cancel`` are raised after it, and the events are applied then, if

@@ -194,7 +194,7 @@ class Slices:
 
     @property
     def revision(self) -> int:
-        """Another number once more is registered."""
+        """A number that changes once more is registered."""
         return len(self._rules)
 
     @property

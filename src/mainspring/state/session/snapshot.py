@@ -146,7 +146,7 @@ class SnapshotCodec:
 
     @property
     def version(self) -> int:
-        """That of the state class."""
+        """The version of the state class."""
         return self._version.number
 
     @property
