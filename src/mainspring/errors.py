@@ -295,7 +295,7 @@ class ControlRefusedError(MainspringError):
 
 
 class Retry(Exception):  # noqa: N818 - it is an instruction, not an error
-    """Raised by a handler: give the message back and try it again later.
+    """Raised by a handler: nack the message, to try it again later.
 
     ``delay`` is in seconds, or a timedelta (0 to 366 days); ``None`` lets the retry policy choose. With ``charge=False`` the
     attempt is not counted against ``DeadLetterPolicy.max_attempts`` (for "the other side is not ready", not for "I failed").

@@ -27,8 +27,8 @@ def _bound(attempt: int, initial: float, maximum: float, factor: float) -> float
 def backoff(attempt: int, *, initial: float, maximum: float, factor: float, jitter: Jitter, rng: Random) -> float:
     """Return seconds to wait before try ``attempt + 1``, ``attempt`` counting from 1: exponential, capped, jittered.
 
-    Full jitter draws evenly between zero and the exponential bound, which spreads a crowd of clients best; equal jitter
-    between half of it and all of it, so that no wait is next to nothing:
+    Full jitter draws evenly between zero and the exponential bound, which spreads a crowd of clients best. Equal jitter draws
+    between half of it and all of it, so that no wait is next to nothing. See
     https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/
     """
     bound = _bound(attempt, initial, maximum, factor)

@@ -190,7 +190,7 @@ def explain(before: Run, run: Run, life: Life, history: History) -> tuple[str, b
     if before.outcome in ("released", "retried"):
         if before.how == "done":
             return f"its handler was done and it was {before.outcome}", False
-        return ("its handler failed" if before.outcome == "retried" else "handed back at a shutdown"), True
+        return ("its handler failed" if before.outcome == "retried" else "released at a shutdown"), True
     until = before.settled if before.settled is not None else run.begun
     why = _disturbance(before, until, life, history)
     # A handler that failed hands its message back: that may have worked, though nobody was told so.

@@ -225,7 +225,7 @@ def test_what_failed_or_was_handed_back_comes_again():
     failed = cut_short("a", 1.0, ended=1.1, how="failed: ValueError", settled=1.2, outcome="retried")
     released = cut_short("b", 1.0, ended=1.1, how="cancelled", settled=1.2, outcome="released")
     verdict = judge(history(failed, released, done("a", 1.3), done("b", 1.3)))
-    assert verdict.again == Counter({"its handler failed": 1, "handed back at a shutdown": 1})
+    assert verdict.again == Counter({"its handler failed": 1, "released at a shutdown": 1})
     assert verdict.broken == []
 
 

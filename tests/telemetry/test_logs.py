@@ -54,7 +54,7 @@ CASES = [
     (finished("acknowledged", error="ReplyError: no"), "DEBUG", "message m1 done (ran 0.250 s): ReplyError: no"),
     (finished("retried", charged=False), "INFO", "message m1 to be tried again, not counted (ran 0.250 s)"),
     (finished("dead_lettered", error="E: a", where="b:7"), "ERROR", "after attempt 2 (ran 0.250 s): E: a, at b:7"),
-    (finished("released"), "INFO", "message m1 handed back"),
+    (finished("released"), "INFO", "message m1 released"),
     (finished("kept"), "INFO", "message m1 stays among the dead letters"),
     (finished("lost"), "WARNING", "message m1 lost: another worker may have it now"),
     (events.SettlementFailed("indexer", "m1", "acknowledged", "E: a"), "WARNING", "could not be acknowledged and will come"),

@@ -30,8 +30,8 @@ def where(awaitable: Any) -> str:
     """Return the innermost line that a coroutine stands on: of the user's code, else of a library's, of this package's, or of
     the event loop's. Libraries are what is installed, and the standard library.
 
-    ``"path.py:12 in handle: await client.get(url)"``. Of a coroutine that is running just now (seen from another thread) it
-    is the line of the outermost function, since Python keeps no more; of one that has ended, an empty string.
+    ``"path.py:12 in handle: await client.get(url)"``. Of a coroutine that is running just now (seen from another thread) it is
+    the line of the outermost function, since Python keeps no more. Of one that has ended, it is an empty string.
     """
     chosen: tuple[FrameType, int | None] | None = None
     rank = 0

@@ -48,9 +48,9 @@ class LoopGroup:
     ``anyio.run(group.run)`` is the entry point of a program; ``async with group`` and ``lifespan=group.lifespan`` embed it in
     another one, which then owns the signals.
 
-    A shutdown goes: *drain delay* (readiness answers 503, work goes on), *stop intake* (waits for work end at once), *finish*
-    (the work in hand, at most ``shutdown_timeout``), *cancel* (handlers get ``cancel_grace`` to clean up; their messages go
-    back uncharged), then the daemons in the reverse order of their start, the health server last.
+    A shutdown has phases. *Drain delay*: readiness answers 503, and work goes on. *Stop intake*: waits for work end at once.
+    *Finish*: the work in hand has at most ``shutdown_timeout``. *Cancel*: handlers get ``cancel_grace`` to clean up, and their
+    messages go back uncharged. Then the daemons end in the reverse order of their start, the health server last.
 
     :param loops: MainLoops, or any ``Runnable``.
     :param name: for logs, status and reports.
@@ -148,7 +148,7 @@ class LoopGroup:
         The other keywords are handed to the loops.
 
         A loop that crashes for good stops the others gracefully, and its error is raised. Cancelled from outside, handlers
-        are cancelled and their messages given back.
+        are cancelled and their messages released.
 
         :raises ConfigError: it or one of its loops is running already, or, with ``install_signals``, this is not the main
             thread.
@@ -222,7 +222,7 @@ class LoopGroup:
     async def __aenter__(self) -> Self:
         """Start everything, without signals. Leaving the block shuts down; a crash of a loop is raised there.
 
-        Where the block is cancelled from outside, handlers are cancelled and their messages given back, as by :meth:`run`.
+        Where the block is cancelled from outside, handlers are cancelled and their messages released, as by :meth:`run`.
         After a shutdown that was asked for before, nothing starts: the block runs with a group that has ended.
         """
         if self._own is not None or self._lifetime is not None:

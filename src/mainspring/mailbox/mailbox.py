@@ -528,10 +528,10 @@ class Mailbox(Generic[T, R]):
     async def cancel(self, message_id: str) -> CancelOutcome:
         """End a message before it is done.
 
-        Delayed or pending it is removed. In flight, its lease is revoked and its handler is cancelled: in this process at once,
-        in another promptly if the backend can tell it, and in any case at its next renewal. A message that was ended so counts
-        as settled, is not tried again, and its requester gets :class:`RequestCancelledError`. Another one (settled, dead, of
-        another mailbox) is ``CancelOutcome.UNKNOWN`` and left as it is.
+        Delayed or pending it is removed. In flight, its lease is revoked and its handler is cancelled. In this process that is
+        at once, in another as soon as the backend can tell it, and at the latest at its next renewal. A message that was ended
+        so counts as settled, is not tried again, and its requester gets :class:`RequestCancelledError`. Another one (settled,
+        dead, of another mailbox) is ``CancelOutcome.UNKNOWN`` and left as it is.
 
         It goes on where its caller is cancelled meanwhile, which may be the message's own handler.
 

@@ -236,7 +236,7 @@ class ShutdownCoordinator:
     the signal handler, or in the thread that calls :meth:`trigger`. Async ones are called when the block is left: on an event
     loop of their own, within 10 s. Without a block, :meth:`trigger` calls plain ones, and async ones wait for a block.
 
-    A coordinator whose callbacks nothing has called, and which was never entered, is logged as a warning when it is dropped,
+    A coordinator that was never entered, and whose callbacks were never called, is logged as a warning: when it is dropped,
     when an embedded LoopGroup ends, or when the interpreter ends.
     """
 

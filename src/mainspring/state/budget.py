@@ -34,8 +34,8 @@ class Budget:
 
     :param deadline: a :class:`Deadline`, or an aware datetime.
     :param max_total_tokens: input and output together.
-    :param max_cost: in whatever unit the work is charged in. It is kept as a ``Decimal``, so that sums are exact; an int, or a
-        float, which is taken for what it is printed as (0.1 means one tenth), becomes one.
+    :param max_cost: in whatever unit the work is charged in. It is kept as a ``Decimal``, so that sums are exact. An int or a
+        float becomes one; a float is taken for what it is printed as (0.1 means one tenth).
     :raises InvalidParameterError: a limit is negative, no number, or a deadline that no :class:`Deadline` can be.
     """
 

@@ -9,7 +9,7 @@ level      what
 CRITICAL   a handler that does not end although cancelled: the process is about to be killed
 ERROR      a crash, a stall, a dead letter, a run that did not end clean
 WARNING    what is tried again or mends itself: retries, lost leases, an unreachable mailbox, a failing check
-INFO       the life of groups and loops, what was handed back at a shutdown
+INFO       the life of groups and loops, messages released at a shutdown
 DEBUG      each message that starts, succeeds or is postponed, the short-lived states, the further tries at a mailbox
 =========  =============================================================================================
 """
@@ -187,7 +187,7 @@ def _finished(event: events.MessageFinished) -> None:
     elif outcome == "retried":
         level, said = logging.WARNING, f"attempt {event.attempt} failed, to be tried again{again}"
     elif outcome == "released":
-        level, said = logging.INFO, "handed back"
+        level, said = logging.INFO, "released"
     elif outcome == "kept":
         level, said = logging.INFO, "stays among the dead letters"
     elif outcome == "cancelled":

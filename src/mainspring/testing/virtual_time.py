@@ -44,8 +44,8 @@ def run_virtual(async_fn: Callable[[Unpack[Args]], Awaitable[T]], *args: *Args, 
     A run in which nothing can happen any more ends with :class:`DeadlockError`, which names the line each task waits on. A
     task that ticks for ever is no deadlock: put ``anyio.fail_after`` (which costs virtual seconds only) around such a test.
 
-    :raises ConfigError: ``async_fn`` is a coroutine, not a function; or trio is not installed; or the caller is inside a
-        running event loop; or another virtual run is under way in this process.
+    :raises ConfigError: ``async_fn`` is a coroutine, not a function. Or trio is not installed, the caller is inside a running
+        event loop, or another virtual run is under way in this process.
     """
     try:
         library = async_library()

@@ -134,8 +134,8 @@ class LoopThread:
 
         :param stop: is called in the event loop when the thread is to stop, to ask the task to end by itself.
         :param stop_timeout: seconds that it then gets instead of the thread's, as a :class:`LoopGroup` needs for its phases.
-        :raises InvalidParameterError: ``async_fn`` is no async function (a plain one would block the event loop; of a coroutine
-            the function is passed), ``stop`` is no plain one, or ``stop_timeout`` is not a time.
+        :raises InvalidParameterError: ``async_fn`` is no async function (a plain one would block the event loop; pass a
+            function, not a coroutine). Or ``stop`` is no plain function, or ``stop_timeout`` is no number of seconds.
         """
         if not callable(async_fn):
             raise InvalidParameterError(

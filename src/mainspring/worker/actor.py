@@ -59,17 +59,17 @@ OnMessage: TypeAlias = "Callable[[Any], object]"
 class LoopActor:
     """A loop that can be asked and told things while it runs, from any task or thread.
 
-    It runs ``loop`` and, beside it, serves control messages in the order in which they came, also while every handler is
-    busy or the loop waits for work. A LoopGroup makes one of each of its loops (``group.actors``), and steers them by these
-    messages alone; one that you made may be given to a group as a loop, or run by :meth:`run`.
+    It runs ``loop`` and, beside it, serves control messages in the order in which they came, also while every handler is busy
+    or the loop waits for work. A LoopGroup makes one of each of its loops (``group.actors``), and steers them by these messages
+    alone. An actor that you made may be given to a group as a loop, or run by :meth:`run`.
 
     :param loop: a MainLoop, or any ``Runnable``. One of foreign make can be paused where it has plain methods ``pause()``
         and ``resume()``.
-    :param on_message: called with each control message of a kind of your own (a subclass of :class:`ControlMessage`): plain,
-        on the event loop, or async, in a task of its own that holds up no other message. What it returns is the answer; what it
-        raises fails the ticket, and ends nothing. It may answer the ticket by itself instead. An async one that runs when the
-        loop ends is cancelled, and its ticket fails with :class:`LoopNotRunningError`. Each call has context variables of its
-        own: a copy of those that the loop was started with.
+    :param on_message: called with each control message of a kind of your own (a subclass of :class:`ControlMessage`). A plain
+        function is called on the event loop, an async one in a task of its own that holds up no other message. What it returns
+        is the answer; what it raises fails the ticket, and ends nothing. It may answer the ticket by itself instead. An async
+        one that runs when the loop ends is cancelled, and its ticket fails with :class:`LoopNotRunningError`. Each call has
+        context variables of its own: a copy of those that the loop was started with.
     :raises ConfigError: it is no loop, or is an actor already; or ``on_message`` cannot be called.
     """
 
@@ -123,9 +123,9 @@ class LoopActor:
 
         Told from a task of the loop's own event loop, it has been served when this returns.
 
-        The ticket fails at once with :class:`LoopNotRunningError` where the actor does not run, or has ended; when it ends
-        before it came to the message; and with :class:`ControlRefusedError` where it does not know such a message and has no
-        ``on_message``, or its loop cannot do that.
+        The ticket fails with :class:`LoopNotRunningError` at once if the actor does not run or has ended, or else when it ends
+        before it came to the message. It fails with :class:`ControlRefusedError` if the actor does not know such a message and
+        has no ``on_message``, or if its loop cannot do that.
 
         :raises InvalidParameterError: it is no :class:`ControlMessage`.
         :raises ConfigError: it has been told before; make a new one. Or the actor runs in the process from which this one was

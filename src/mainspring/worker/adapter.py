@@ -95,11 +95,11 @@ LEAVE_AFTER = 5.0
 
 
 class LoopAdapter:
-    """Adapts a ``Runnable`` to what an actor steers by: intake stops by its ``shutdown``, work is cancelled with its run, and
-    it is paused by plain methods ``pause`` and ``resume``, where it has them.
+    """Adapts a ``Runnable`` to what an actor steers by. Intake stops by its ``shutdown``, and work is cancelled with its run.
+    Plain methods ``pause`` and ``resume`` pause it, if it has them.
 
-    A plain ``run`` has a thread of its own, in which it cannot be cancelled: where it does not end it is left behind, and
-    cannot be run again before it has. A plain ``shutdown`` is called where ``run`` runs: on the event loop, or in a thread.
+    A plain ``run`` has a thread of its own, in which it cannot be cancelled. If it does not end it is left behind, and cannot
+    be run again before it has. A plain ``shutdown`` is called where ``run`` runs: on the event loop, or in a thread.
 
     For the watchdog it is one piece: its heartbeat counts, and a stall ends its run with the error, as a crash.
 

@@ -66,9 +66,9 @@ class MainLoop:
     :param handler_timeout: seconds after which a handler is cancelled, as a failed attempt; None: no limit.
     :param shutdown_timeout: seconds this loop's handlers may take to finish at a shutdown; None: as long as the group allows.
     :param shutdown_priority: loops with a higher one stop later.
-    :param offload: where a plain ``def`` runs: ``"thread"`` (the default), ``"process"`` (as many as ``concurrency``; the
-        handler takes ``(job)`` alone, and a cancelled one is killed), or an :class:`OffloadPool`, which loops may share; the
-        loop opens it if it is not open.
+    :param offload: where a plain ``def`` runs: ``"thread"`` (the default), ``"process"``, or an :class:`OffloadPool`. There are
+        as many processes as ``concurrency``; the handler takes ``(job)`` alone, and a cancelled one is killed. Loops may share
+        a pool; the loop opens it if it is not open.
     :param body: the type of the bodies, where the annotation does not say it.
     :raises ConfigError: a value is impossible, or the handler's type is not the mailbox's.
     """
@@ -260,12 +260,12 @@ class MainLoop:
         self._tell(lambda worker: worker.shutting_down.set())
 
     def stop_intake(self) -> None:
-        """Receive no more; what was claimed and not begun is handed back. In a group, its actor calls it."""
+        """Receive no more; what was claimed and not begun is released. In a group, its actor calls it."""
         self._stop_asked = True
         self._tell(Worker.shut_down)
 
     def pause(self) -> None:
-        """Take no new work until :meth:`resume`; what was claimed and not begun is handed back, running handlers go on.
+        """Take no new work until :meth:`resume`; what was claimed and not begun is released, running handlers go on.
 
         It may be asked before a run, and holds for the runs to come. Callable from any thread or signal handler.
         """

@@ -97,7 +97,7 @@ class Steerable(Runnable, Protocol):
         """Take no new work; a wait for work ends at once."""
 
     def cancel_work(self) -> None:
-        """Cancel the work in hand; it is given back."""
+        """Cancel the work in hand; its messages are released."""
 
     def abort(self) -> None:
         """Cancel the whole run."""

@@ -64,7 +64,7 @@ class Admission:
             self._at_rest.set()
 
     def at_rest(self) -> AnywhereEvent | None:
-        """Return the event of a pause: no claim is out and what had not begun is given back, or the pause is over."""
+        """Return the event of a pause: no claim is out and what had not begun is released, or the pause is over."""
         return self._at_rest if self._paused else None
 
     async def run(self, receive: Callable[[], Awaitable[None]], hand_back: Callable[[], Awaitable[None]]) -> None:

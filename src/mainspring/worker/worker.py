@@ -7,7 +7,7 @@ One run of a loop has these tasks: one or two receivers, the slots, and the leas
   until the run ends. It handles in a cancel scope of its own, which it renews only after the scope was used to cancel. So a
   message costs neither a task nor a cancel scope.
 - The **lease keeper** renews the lease of each delivery from its claim to its settlement, and has what waits for too long in
-  the backlog given back. It is stopped last.
+  the backlog released. It is stopped last.
 
 Invariants: a message is claimed for a free slot, or because a slot will soon be free (``ClaimAhead`` in ``slots.py``). At most
 ``concurrency`` handlers run at once, whatever the number of slots: there are more while some of them settle. At most one

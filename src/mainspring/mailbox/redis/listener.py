@@ -5,8 +5,8 @@ as many waiters off that list, and wakes each on its own publish/subscribe chann
 that comes alone is claimed for the waiter and sent to it in the same step. All processes hear, on a channel for all, of the
 instant when something is due, if it is sooner than they know, and of cancellations.
 
-The listener reads these channels. Its connection is shared by all mailboxes of the process. For each connection a mailbox has
-a new name: so the library can tell what was sent to a lost one, and undo these claims once that name is off the list.
+The listener reads these channels. Its connection is shared by all mailboxes of the process. For each connection a mailbox has a
+new name. So the library can tell what was sent to a lost one, and undo these claims once that name is off the list.
 
 Every message that is sent here goes to exactly one claim that is not closed or cancelled, or its own claim is undone. A claim
 that was woken and cannot look wakes the next one, here or in another process.

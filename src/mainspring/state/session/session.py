@@ -244,7 +244,7 @@ class Session(Generic[S]):
 
         From another thread than the session's it may be called while the session is entered (``async with``, also where it has
         no journal): a plain ``def`` handler dispatches so. Its turn is when the event loop comes to it, in the order of the
-        calls of that thread; within the block of a transaction that has started the thread, it is part of it. What was
+        calls of that thread. Within the block of a transaction that has started the thread, it is part of it. What was
         dispatched before the end of the ``async with`` is applied. ``ticket.wait_sync()`` waits for the result there.
 
         The ticket fails with the errors of the event or the journal that :meth:`dispatch` raises, in a transaction too. The
@@ -321,8 +321,8 @@ class Session(Generic[S]):
 
         :raises ConfigError: there is no journal, or this is a child, or code in a transaction.
         :raises SessionError: the journal has events of children that are not made yet.
-        :raises JournalError: it cannot be rewritten, and is as it was; or it has not answered within 30 s, or the disk has not
-            confirmed it, and nothing can be dispatched until the session is opened anew.
+        :raises JournalError: it cannot be rewritten, and is as it was. Or it has not answered within 30 s, or the disk has not
+            confirmed it: then nothing can be dispatched until the session is opened anew.
         """
         if self._cell.path:
             raise ConfigError(f"session {self.name!r} is a child: compact() is for the session that has the journal")
