@@ -62,7 +62,7 @@ class Timeouts:
 
     @property
     def needed(self) -> float:
-        """Seconds from SIGTERM until the process has certainly left by itself."""
+        """The seconds from SIGTERM until the process has certainly left by itself."""
         return self.drain_delay + self.shutdown_timeout + self.cancel_grace + KILL_MARGIN
 
     @property

@@ -100,7 +100,7 @@ class ManagedLoop:
 
     @property
     def state_since(self) -> float:
-        """Since when it is in that state."""
+        """The instant since which it is in that state."""
         return self._machine.since
 
     def uptime(self, now: float) -> float:

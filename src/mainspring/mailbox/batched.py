@@ -299,7 +299,7 @@ class Batcher(Generic[C]):
 
     @property
     def in_flight(self) -> int:
-        """How many commands the batch has that is out."""
+        """How many commands the batch has that is on its way."""
         return 0 if self._out is None else len(self._out.commands)
 
     async def call(self, command: C) -> Any:
@@ -751,6 +751,6 @@ class BatchedBackend(CommandBackend):
         self.waiters.close()
 
     def fail_claims(self, error: MailboxConnectionError) -> None:
-        """The server does not answer: raise that in claims that wait now, and not after a call of their own."""
+        """Fail the claims that wait, as the server does not answer. They need not find out by a call of their own."""
         self.waiters.fail_all(error)
         self.notifications.silence.publish(error)

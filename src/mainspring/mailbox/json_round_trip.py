@@ -135,7 +135,7 @@ _BY_NAME: Mapping[str, type[Any]] = {
 
 
 def _classes(node: Mapping[str, Any]) -> Iterator[type[Any]]:
-    """The classes of the values of a type of which all come back."""
+    """Yield the classes of those values of a type that all come back."""
     kind = node["type"]
     if kind == "nullable":
         yield NoneType

@@ -135,7 +135,7 @@ class Mailbox(Generic[T, R]):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What its backend can do."""
+        """The capabilities of its backend."""
         return self.backend.capabilities
 
     @property

@@ -228,7 +228,7 @@ class Counts:
 
     @property
     def waiting(self) -> int:
-        """All that is still to be done: delayed, pending and in flight."""
+        """The number of messages that are still to be done: delayed, pending and in flight."""
         return self.delayed + self.pending + self.in_flight
 
 

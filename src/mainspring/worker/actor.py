@@ -163,7 +163,7 @@ class LoopActor:
         self._belong_here()
 
     async def ask(self, message: ControlMessage[T], timeout: float | None = None) -> T:
-        """:meth:`tell`, and wait for the answer, at most ``timeout`` seconds (None: for as long as the actor runs).
+        """Tell it ``message`` and wait for the answer, at most ``timeout`` seconds (None: for as long as the actor runs).
 
         From a thread without an event loop: ``actor.tell(message)``, then ``message.ticket.wait_sync(timeout)``. A handler of
         the loop itself may tell it to stop, and must not wait for that.
@@ -386,11 +386,11 @@ class LoopActor:
             self.loop.abort()
 
     def where(self) -> tuple[str, ...]:
-        """The lines its work waits on, and its receives where they are out."""
+        """Return the lines that its work waits on, and its receives if they are out."""
         return tuple(sorted({line for at in (*self.loop.runs, *self.loop.claims) if (line := at.where())}))
 
     def health(self) -> HealthStatus:
-        """What a :class:`HealthCheckRequest` is answered with; call it on the loop's own event loop."""
+        """Return the answer to a :class:`HealthCheckRequest`; call it on the loop's own event loop."""
         loop = self.loop
         reason = None
         if not self.running:
@@ -416,7 +416,7 @@ class LoopActor:
 
 
 async def check_health(actors: Iterable[LoopActor], timeout: float = 5.0) -> list[HealthStatus]:
-    """How the actors are, in their order: all are asked at once, and have ``timeout`` seconds together.
+    """Return how the actors are, in their order. All are asked at once, and have ``timeout`` seconds together.
 
     An actor that does not answer in time, or does not run, is reported as that (``answered`` is False).
 
@@ -458,7 +458,7 @@ async def ask_all(
 
 
 def _bearable(on_message: OnMessage, error: BaseException) -> Exception:
-    """The error that fails a ticket: an exit, or a cancellation of the function's own, must not become its reader's."""
+    """Return the error that fails a ticket: an exit or a cancellation of the function's own must not become its reader's."""
     if isinstance(error, Exception):
         return error
     exit_error = TaskExitError(

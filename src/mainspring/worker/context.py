@@ -97,8 +97,9 @@ class Context:
         return self._notes
 
     def tool_call(self, name: str, *, key: str | None = None, info: Any = None) -> ToolCallBlock:
-        """Marks an effect outside as begun, and as ended when its block is left well: ``async with ctx.tool_call("charge",
-        key=order_id) as call:`` (``with`` in a plain ``def`` handler).
+        """Mark an effect outside as begun, and as ended when its block is left without an error.
+
+        Write ``async with ctx.tool_call("charge", key=order_id) as call:``, and ``with`` in a plain ``def`` handler.
 
         Both are written with the message, beside its checkpoint, and are as durable as the mailbox: the first before the
         block runs, the second before what follows it. A delivery whose predecessor died in between, or left the block by an

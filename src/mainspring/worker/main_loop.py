@@ -316,7 +316,7 @@ class MainLoop:
 
     @property
     def heartbeat(self) -> Heartbeat:
-        """Beats at each receive, at the start and end of each message, and whenever a handler does."""
+        """The heartbeat. It beats at each receive, at the start and end of each message, and whenever a handler does."""
         return self._heartbeat
 
     async def __aenter__(self) -> Self:
@@ -379,22 +379,22 @@ class MainLoop:
 
     @property
     def trouble(self) -> str | None:
-        """Why its store does not answer just now, so that it can claim nothing and settle nothing, or None."""
+        """The reason why its store does not answer just now, so that it can claim and settle nothing, or None."""
         return self._worker.store_health.trouble if self._worker is not None else None
 
     @property
     def lease(self) -> LeasePolicy:
-        """How it renews leases."""
+        """Its policy for renewing leases."""
         return self._settings.lease
 
     @property
     def retry(self) -> RetryPolicy:
-        """How long it lets a failed message wait."""
+        """Its policy for the delay of a failed message."""
         return self._settings.retry
 
     @property
     def dead_letter(self) -> DeadLetterPolicy:
-        """When it gives a message up."""
+        """Its policy for giving a message up."""
         return self._settings.dead_letter
 
     @property

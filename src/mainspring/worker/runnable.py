@@ -116,7 +116,7 @@ class Steerable(Runnable, Protocol):
 
     @property
     def trouble(self) -> str | None:
-        """Why it cannot take work just now, or None."""
+        """The reason why it cannot take work just now, or None."""
 
 
 async def stop_in_time(

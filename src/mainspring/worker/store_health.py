@@ -46,7 +46,7 @@ class StoreHealth:
 
     @property
     def trouble(self) -> str | None:
-        """Why the mailbox does not answer, or None."""
+        """The reason why the mailbox does not answer, or None."""
         return self._receiving or self._other
 
     def failed(self, error: Exception) -> None:

@@ -278,7 +278,7 @@ class MemoryQueue:
 
     @property
     def waiting(self) -> int:
-        """All that is still to be done."""
+        """The number of messages that are still to be done."""
         return self.pending + self.delayed + len(self._in_flight)
 
     def put(self, envelope: Envelope, now: float) -> str:

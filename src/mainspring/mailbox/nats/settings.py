@@ -78,7 +78,7 @@ class Server:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Options of the driver's ``connect``, which count for all servers of the cluster, also those it hears of later."""
+        """The options of the driver's ``connect``. They count for all servers of the cluster, also those it learns of later."""
         tls = {} if self.tls is None else {"tls": self.tls}
         if self.user is None:
             return tls

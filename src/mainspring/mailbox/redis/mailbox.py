@@ -406,7 +406,7 @@ class RedisBackend(BatchedBackend):
     # ----------------------------------------------------------------------------------------------- what is due
 
     async def sweep(self, overslept: float) -> float:
-        """The library wakes the claims. Unconfirmed operations leave with this call, also if no claim waits."""
+        """Sweep: the library wakes the claims. Unconfirmed operations leave with this call, also if no claim waits."""
         if not (self.waiters.active or self._batches.unconfirmed or self._probes):
             return math.inf
         self._probes = False

@@ -75,7 +75,7 @@ def _end(
 
 
 def _leave_ready(work: UnitOfWork, mailbox: int, rank: int, seq: int) -> None:
-    """Its place has its own number, unless it came back once: then it is behind that."""
+    """Remove it from the pending ones. It is at the place of its own number, or, having come back once, behind that."""
     for statement in (sql.FORGET_READY, sql.FORGET_READY_FROM):
         place = (mailbox, rank, seq) if statement == sql.FORGET_READY else (mailbox, rank, seq, seq)
         work.execute(statement, place)
