@@ -25,7 +25,7 @@ def _bound(attempt: int, initial: float, maximum: float, factor: float) -> float
 
 
 def backoff(attempt: int, *, initial: float, maximum: float, factor: float, jitter: Jitter, rng: Random) -> float:
-    """Return seconds to wait before try ``attempt + 1``, ``attempt`` counting from 1: exponential, capped, jittered.
+    """Return the seconds to wait before try ``attempt + 1``, ``attempt`` counting from 1: exponential, capped, jittered.
 
     Full jitter draws evenly between zero and the exponential bound, which spreads a crowd of clients best. Equal jitter draws
     between half of it and all of it, so that no wait is next to nothing. See
@@ -65,7 +65,7 @@ class RetryPolicy:
         _check_backoff("RetryPolicy", self.initial_delay, self.max_delay, self.factor, self.jitter)
 
     def delay(self, attempt: int, rng: Random) -> float:
-        """Return seconds until the next try after charged attempt number ``attempt`` (from 1) has failed."""
+        """Return the seconds until the next try after charged attempt number ``attempt`` (from 1) has failed."""
         return backoff(
             attempt,
             initial=self.initial_delay,

@@ -67,7 +67,7 @@ monotonic: Callable[[], float] = time.monotonic
 
 
 def boot_time() -> float:
-    """Return seconds since this machine booted, suspended time included (CLOCK_BOOTTIME): equal in all its processes."""
+    """Return the seconds since this machine booted, suspended time included (CLOCK_BOOTTIME): equal in all its processes."""
     clock = virtual_clock()
     if clock is None:
         return time.clock_gettime(time.CLOCK_BOOTTIME)

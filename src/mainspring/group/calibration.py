@@ -294,7 +294,7 @@ def _rounded_down(value: float) -> float:
 
 
 def seconds(value: float) -> str:
-    """Return seconds for people: ``45 s``, ``0.25 s``, ``12 min``, ``unlimited``."""
+    """Return the seconds for people: ``45 s``, ``0.25 s``, ``12 min``, ``unlimited``."""
     if not math.isfinite(value):
         return "unlimited"
     if value >= 600 and value % 60 == 0:

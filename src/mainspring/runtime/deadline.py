@@ -69,11 +69,11 @@ class Deadline:
         return _current.get()
 
     def remaining(self) -> float:
-        """Return seconds until then; 0 when it has passed."""
+        """Return the seconds until then; 0 when it has passed."""
         return max(0.0, -self.overdue())
 
     def overdue(self) -> float:
-        """Return seconds since then; negative while it is still to come."""
+        """Return the seconds since then; negative while it is still to come."""
         return (_now() - self.at).total_seconds()
 
     @property

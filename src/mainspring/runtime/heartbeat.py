@@ -46,7 +46,7 @@ class Heartbeat:
                 _log.exception("the heartbeat callback %r raised", callback)
 
     def elapsed(self) -> float:
-        """Return seconds since the last beat."""
+        """Return the seconds since the last beat."""
         real, virtual = self._stamp
         running = clock.virtual_clock()
         if running is None:

@@ -35,7 +35,7 @@ LONGEST_LOOK = 1.0
 
 
 def look_interval(threshold: float) -> float:
-    """Return seconds between two looks, and between two beats: a tenth of the threshold, at most ``LONGEST_LOOK``."""
+    """Return the seconds between two looks, and between two beats: a tenth of the threshold, at most ``LONGEST_LOOK``."""
     return min(threshold / 10, LONGEST_LOOK)
 
 
@@ -61,7 +61,7 @@ class Silence:
         self._armed = now
 
     def look(self, now: float, beat: float) -> float:
-        """Return seconds of silence at ``now``; ``beat`` is the last beat's instant, or 0 if no loop is to be judged."""
+        """Return the seconds of silence at ``now``; ``beat`` is the last beat's instant, or 0 if no loop is to be judged."""
         self.late = now - self._due > self._tolerance
         if self.late or beat == 0:
             self.rearm(now)

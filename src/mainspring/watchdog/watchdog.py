@@ -50,7 +50,7 @@ class Subject(Protocol):
         """True if it has ended."""
 
     def beat_age(self) -> float:
-        """Return seconds since its last beat."""
+        """Return the seconds since its last beat."""
 
     def where(self) -> str:
         """Return the line it stands on."""

@@ -309,7 +309,7 @@ class _AdapterRun:
         self._scope = scope
 
     def beat_age(self) -> float:
-        """Return seconds since the loop's heartbeat."""
+        """Return the seconds since the loop's heartbeat."""
         return self._loop.heartbeat.elapsed()
 
     def where(self) -> str:

@@ -63,7 +63,7 @@ class Context:
         return None if left is None else self._delivery.clocks.utc_now() + timedelta(seconds=left)
 
     def remaining(self) -> float | None:
-        """Return seconds until the deadline (0 when it has passed), or None if there is none."""
+        """Return the seconds until the deadline (0 when it has passed), or None if there is none."""
         return self._delivery.remaining()
 
     @property

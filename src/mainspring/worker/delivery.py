@@ -147,7 +147,7 @@ class Delivery:
             self._beaten_elsewhere = True
 
     def beat_age(self) -> float:
-        """Return seconds since the last beat."""
+        """Return the seconds since the last beat."""
         now = self._clock()
         if self._beaten_elsewhere:
             self._beaten_elsewhere = False
@@ -166,7 +166,7 @@ class Delivery:
         return where_thread(self.thread_id) if self.thread_id is not None else where(self.coroutine)
 
     def remaining(self) -> float | None:
-        """Return seconds until ``handler_timeout`` strikes or the message's own deadline passes, or None; in any thread."""
+        """Return the seconds until ``handler_timeout`` strikes or the message's own deadline passes, or None; in any thread."""
         return None if self.deadline is None else max(0.0, self.deadline - self.clocks.now())
 
     # ------------------------------------------------------------------------------------------------- cancellation

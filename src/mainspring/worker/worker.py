@@ -531,7 +531,7 @@ class OpenReceive:
         return self._call is None or not self._admission.open
 
     def beat_age(self) -> float:
-        """Return seconds for which the answer is overdue."""
+        """Return the seconds for which the answer is overdue."""
         return max(0.0, self._clock() - self._due)
 
     def where(self) -> str:

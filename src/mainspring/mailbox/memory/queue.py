@@ -485,7 +485,7 @@ class MemoryQueue:
         return Counts(self.delayed, self.pending, len(self._in_flight), self.settled, len(self.dead), queue_age=age)
 
     def _queue_age(self) -> float:
-        """Return seconds since the send of the oldest of the first in line; 0 where none is pending."""
+        """Return the seconds since the send of the oldest of the first in line; 0 where none is pending."""
         first = [entry for queue in self._queues.values() if (entry := queue.first()) is not None]
         return max((0.0, *(self.wall() - entry.enqueued_at for entry in first)))
 

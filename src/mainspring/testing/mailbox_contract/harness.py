@@ -204,7 +204,7 @@ class Harness:
     # ------------------------------------------------------------------------------------------------------------ time
 
     def ample(self, least: float) -> float:
-        """Return seconds for a lease during which calls are made: ``short``, but in real time at least ``least``."""
+        """Return the seconds for a lease during which calls are made: ``short``, but in real time at least ``least``."""
         return self.short if self.virtual else max(self.short, least * self._stretch)
 
     @contextmanager
