@@ -291,7 +291,9 @@ async def test_what_is_larger_than_a_row_can_be_is_its_senders_mistake_alone(mai
     )
     found = await outcomes(*calls)
     sizes = [*["a message of 400,000,001"] * 3, "a checkpoint of 400,000,001", "a reply of 400,000,012"]
-    says = "bytes is larger than the 400,000,000 that a mailbox in a SQL database takes"
+    says = (
+        "bytes is larger than the 400,000,000 that a mailbox in a SQL database takes; send a reference to larger data"
+    )
     assert [str(error) for error in found if isinstance(error, SerializationError)] == [f"{n} {says}" for n in sizes]
     await held.save_checkpoint(Long(most))
     await backend.settle(asked, Ack())

@@ -23,7 +23,7 @@ from mainspring.mailbox.mailbox import Mailbox
 from mainspring.mailbox.message import Dead, Nack
 from mainspring.mailbox.settings import NUMBER, Capacity, Options, name_at, with_query
 from mainspring.mailbox.sqlite.connection import DatabaseFile
-from mainspring.mailbox.sqlite.store import Acknowledge, is_lease
+from mainspring.mailbox.sqlite.store import JoiningAcknowledge, is_lease
 from mainspring.mailbox.sqlite.writer import LOOK_AGAIN, Job, SQLiteWaiters, Writer
 
 if TYPE_CHECKING:
@@ -273,7 +273,7 @@ class SQLiteBackend(batched.BatchedBackend):
         await self.call(command)
 
     async def acknowledge_many(self, deliveries: list[ClaimedMessage]) -> dict[int, Exception]:
-        return await self.call(Acknowledge(deliveries))  # type: ignore[no-any-return]
+        return await self.call(JoiningAcknowledge(deliveries))  # type: ignore[no-any-return]
 
     async def checkpoint(self, delivery: ClaimedMessage, state: bytes) -> None:
         check_column("a checkpoint", len(state))

@@ -302,14 +302,14 @@ def _unclaim(work: UnitOfWork, commands: list[batched.Unclaim]) -> None:
 # ------------------------------------------------------------------------------------------------------------ settling
 
 
-class Acknowledge(batched.AcknowledgeMany):
-    """It waits a moment for a claim, to share one transaction with it."""
+class JoiningAcknowledge(batched.AcknowledgeMany):
+    """An acknowledgement that waits a moment for a claim, to share one transaction with it."""
 
     joins: ClassVar[bool] = True
 
 
-def _acknowledge(work: UnitOfWork, commands: list[Acknowledge]) -> None:
-    mailboxes: dict[int, list[tuple[Acknowledge, int]]] = {}
+def _acknowledge(work: UnitOfWork, commands: list[JoiningAcknowledge]) -> None:
+    mailboxes: dict[int, list[tuple[JoiningAcknowledge, int]]] = {}
     for command in commands:
         command.result = {}
         mailboxes.setdefault(command.mailbox, []).extend((command, n) for n in range(len(command.deliveries)))
@@ -326,7 +326,7 @@ def _acknowledge(work: UnitOfWork, commands: list[Acknowledge]) -> None:
         delta.settled += held
 
 
-def _only_held(work: UnitOfWork, mailbox: int, given: str, acks: list[tuple[Acknowledge, int]]) -> list[str]:
+def _only_held(work: UnitOfWork, mailbox: int, given: str, acks: list[tuple[JoiningAcknowledge, int]]) -> list[str]:
     """Return the leases that are held, once each; the other acknowledgements get their error."""
     held = {str(lease) for (lease,) in work.rows(sql.WHICH_HELD, (given, mailbox, work.boot))}
     good = []
@@ -449,7 +449,7 @@ def _purge(work: UnitOfWork, commands: list[batched.Purge]) -> None:
 _IN_ORDER: tuple[tuple[type, Callable[[UnitOfWork, Any], None]], ...] = (
     (batched.Open, _open),
     (batched.Unclaim, _unclaim),
-    (Acknowledge, _acknowledge),
+    (JoiningAcknowledge, _acknowledge),
     (batched.Reply, _acknowledge_and_reply),
     (batched.NackCommand, _nack),
     (batched.DeadLetterCommand, _dead_letter),
