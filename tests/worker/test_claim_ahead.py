@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import anyio
 import pytest
-from loop_support import sleeper
+from loop_support import DOWN, sleeper
 
-from mainspring import InMemoryMailbox, LoopGroup, MainLoop, RetryPolicy
+from mainspring import Context, InMemoryMailbox, LoopGroup, MainLoop, RetryPolicy
 from mainspring.events import MessageStarted, SettlementFailed
 from mainspring.mailbox.backend import Capabilities
-from support import FaultyMailbox, background, record, settled, slow, work
+from support import FaultyMailbox, background, fail, hang, record, settled, slow, until, work
 
 pytestmark = pytest.mark.anyio
 
@@ -212,3 +212,94 @@ async def test_where_each_handler_stands_still_the_others_get_the_time_again(vir
         await settled(mailbox)
     assert loop.outcomes == {"acknowledged": 100}
     assert set(mailbox.settlements()) == {"Ack"}
+
+
+def away(mailbox: FaultyMailbox, action, *, back_at: float) -> None:
+    """Have every call do ``action`` until that instant."""
+    for call in ("claim", "settle", "join", "extend"):
+        mailbox.always(call, until(back_at, action))
+
+
+async def silent(call) -> None:
+    """The store answers after second 20.3 what it was asked before."""
+    await anyio.sleep(max(0.0, 20.3 - anyio.current_time()))
+    return await call()
+
+
+@pytest.mark.parametrize("end", ["", "shutdown", "pause"])
+@pytest.mark.parametrize("made", [FaultyMailbox, lambda: ordered(FaultyMailbox(joins=True))])
+@pytest.mark.parametrize("action", [fail(DOWN), silent])
+async def test_an_outage_charges_nothing_of_what_has_not_begun(end, made, action, virtual_clock):
+    ran: list[tuple[int, int]] = []
+
+    async def handle(job: int, ctx: Context) -> None:
+        ran.append((job, ctx.attempt))
+        await anyio.sleep(0.002)
+
+    mailbox = made()
+    await mailbox.send_many(range(400))
+    async with background(MainLoop(mailbox, handle)) as loop:
+        await anyio.sleep(0.3)
+        assert loop.in_flight > 10
+        away(mailbox, action, back_at=20.3)
+        await anyio.sleep(0.2)
+        if end == "shutdown":
+            loop.request_shutdown()
+        elif end == "pause":
+            loop.pause()
+        await anyio.sleep(60)
+        assert loop.in_flight == 0
+    left = await mailbox.receive(max_messages=1_000)
+    assert {attempt for _, attempt in ran} | {message.attempt for message in left} == {1}
+    assert [job for job, _ in ran] + [message.body for message in left] == list(range(400))
+    assert bool(left) is bool(end)
+
+
+async def test_a_release_that_hangs_is_given_up_and_the_message_comes_again(virtual_clock):
+    mailbox = FaultyMailbox()
+    await mailbox.send_many(range(100))
+    async with background(MainLoop(mailbox, become_slow)) as loop:
+        while loop.in_flight < 10 or loop.outcomes["acknowledged"] < 80:
+            await anyio.sleep(0.001)
+        mailbox.always("settle", hang)
+        await anyio.sleep(35)
+        assert loop.in_flight == 1
+        mailbox.always("settle", work)
+        await anyio.sleep(60)
+        assert loop.outcomes["lost"] == 100 - 81
+        loop.shutdown_timeout = 0
+
+
+async def test_waiting_in_the_backlog_takes_no_time_of_the_handler(virtual_clock):
+    async def handle(job: int) -> None:
+        await anyio.sleep(0.001 if job < 80 else 0.06)
+
+    mailbox = InMemoryMailbox()
+    await mailbox.send_many(range(100))
+    async with background(MainLoop(mailbox, handle, handler_timeout=0.07)) as loop:
+        await settled(mailbox, within=100)
+    assert set(loop.outcomes) == {"acknowledged", "released"}
+    assert loop.outcomes["acknowledged"] == 100
+
+
+@pytest.mark.parametrize("end", ["cancelled", "expired"])
+async def test_a_message_that_ends_while_it_is_claimed_ahead_does_not_begin(end, virtual_clock):
+    ran: list[int] = []
+
+    async def handle(job: int) -> None:
+        ran.append(job)
+        await anyio.sleep(0.001 if job < 80 else 0.09)
+
+    mailbox = InMemoryMailbox()
+    await mailbox.send_many(range(81))
+    ends = await mailbox.send(81, expires_in=0.15 if end == "expired" else None)
+    await mailbox.send_many(range(82, 90))
+    async with background(MainLoop(mailbox, handle)) as loop:
+        while 80 not in ran:
+            await anyio.sleep(0.001)
+        assert loop.in_flight > 3
+        if end == "cancelled":
+            assert await mailbox.cancel(ends)
+        await settled(mailbox, within=100)
+    assert 81 not in ran
+    assert sorted(ran) == [*range(81), *range(82, 90)]
