@@ -52,11 +52,13 @@ lint: $(VENV)/editable
 	$(BIN)/python scripts/check_prose.py
 
 # Ten thousand times five minutes of a fleet in five hours' trouble; SEEDS says how many. In so much of it no handler just works:
-# a tenth as many runs are of a busy fleet in less.
+# a tenth as many runs are of a busy fleet in less, and as many of one that claims ahead, as its messages take milliseconds.
 SEEDS ?= 10000
 simulate: $(VENV)/editable
 	PYTHONPATH=scripts $(BIN)/mainspring simulate simulated_group:build --seeds $(SEEDS) --jobs $(JOBS) --duration 5m --times 60
 	PYTHONPATH=scripts $(BIN)/mainspring simulate simulated_group:build --seeds $$((($(SEEDS) + 9) / 10)) --jobs $(JOBS) --duration 2m --times 10 --per-minute 30
+	PYTHONPATH=scripts $(BIN)/mainspring simulate simulated_group:build_bursts --seeds $$((($(SEEDS) + 9) / 10)) --jobs $(JOBS) --duration 2m --times 60 \
+		--rate slow_call=0.02 --rate slow_handler=0.0005 --rate hanging_handler=0.0002 --rate failing_handler=0.01 --rate swallowing_handler=0.0002
 
 # Minutes on each backend whose server is installed. BACKENDS names some (sqlite,redis,postgres,nats), SEED repeats a run.
 BACKENDS ?=

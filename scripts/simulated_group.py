@@ -39,3 +39,25 @@ def build(mailbox: Mailbox[Any, Any]) -> LoopGroup:
         ),
     ]  # fmt: skip
     return LoopGroup(loops, shutdown_timeout=20, drain_delay=2, watchdog_threshold=120, watchdog_interval=20)
+
+
+PARTS = 1_000_000
+"""The number of the first part: what is below is the number of a whole job."""
+
+
+def build_bursts(mailbox: Mailbox[Any, Any]) -> LoopGroup:
+    """Build two loops whose jobs fan out into hundreds of parts that take milliseconds, so that they are claimed ahead."""
+
+    async def handle(job: int) -> None:
+        if job < PARTS:
+            await mailbox.send_many(range(PARTS + 200 * job, PARTS + 200 * (job + 1)))
+        elif job % 331 == 0:
+            await anyio.sleep(90)
+        else:
+            await anyio.sleep(0.001 * (1 + job % 5))
+
+    loops = [
+        MainLoop(mailbox, handle, name="one at a time", visibility_timeout=30),
+        MainLoop(mailbox, handle, name="some at once", concurrency=3, visibility_timeout=20, shutdown_priority=1),
+    ]
+    return LoopGroup(loops, shutdown_timeout=20, drain_delay=2, watchdog_threshold=120, watchdog_interval=20)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -19,6 +19,9 @@ SEEDS = 200
 """Within how many seeds each variant must be caught."""
 PEACE = Faults.none()
 TROUBLE = Faults().times(20)
+BUSY = replace(TROUBLE.times(3), slow_call=0.02, slow_handler=0.0005, hanging_handler=0.0002, failing_handler=0.01,
+               swallowing_handler=0.0002, poison=0.02)  # fmt: skip
+"""Events as often as they can come, amid handlers and calls that mostly do what they should."""
 
 
 @dataclass
@@ -75,3 +78,19 @@ def quick(mailbox: Any) -> LoopGroup:
     async def handle(job: int) -> None: ...
 
     return LoopGroup([MainLoop(mailbox, handle, concurrency=5)])
+
+
+PARTS = 1_000_000
+"""The number of the first part of a job."""
+
+
+def bursts(mailbox: Any, *, kind: type[MainLoop] = MainLoop, **options: Any) -> LoopGroup:
+    """Jobs that fan out into parts of milliseconds, so that they are claimed ahead; now and then one takes 90 s."""
+
+    async def handle(job: int) -> None:
+        if job < PARTS:
+            await mailbox.send_many(range(PARTS + 200 * job, PARTS + 200 * (job + 1)))
+        else:
+            await anyio.sleep(0.001 * (1 + job % 5) if job % 331 else 90)
+
+    return LoopGroup([kind(mailbox, handle, **options)], shutdown_timeout=20)

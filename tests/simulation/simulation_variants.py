@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 import trio
-from simulation_planting import honest, planted_fault, quick
+from simulation_planting import bursts, honest, planted_fault, quick
 
 from contract.broken_mailboxes import (
     ChargesReleases,
@@ -214,6 +214,62 @@ def failures_are_acknowledged() -> Given:
             await self.inner.settle(delivery, ACK if failed else settlement)
 
     return {"build": lambda mailbox: honest(wrap(mailbox, Careless))}
+
+
+def releases(as_what: Callable[[Nack], Nack | None]) -> Callable[[Any], LoopGroup]:
+    """What builds a group that claims ahead and returns in another way what it has not begun, or (None) not at all."""
+
+    class Releases(WrappedBackend):
+        async def settle(self, delivery: ClaimedMessage, settlement: Settlement) -> None:
+            if isinstance(settlement, Nack) and settlement.front:
+                changed = as_what(settlement)
+                if changed is not None:
+                    await self.inner.settle(delivery, changed)
+            else:
+                await self.inner.settle(delivery, settlement)
+
+    return lambda mailbox: bursts(wrap(mailbox, Releases))
+
+
+@planted_fault("attempts", faults=SIGNALS, duration=300.0)
+def what_was_claimed_ahead_is_charged() -> Given:
+    return {"build": releases(lambda release: replace(release, charge=True))}
+
+
+@planted_fault("order", faults=SIGNALS, duration=300.0)
+def what_was_claimed_ahead_goes_to_the_tail() -> Given:
+    return {"build": releases(lambda release: replace(release, front=False))}
+
+
+@planted_fault("fairness", faults=Faults.just(signal=120), duration=300.0)
+def what_was_claimed_ahead_is_kept_at_a_shutdown() -> Given:
+    return {"build": releases(lambda release: None)}
+
+
+@planted_fault("fairness", faults=Faults.none(), duration=300.0)
+def what_was_claimed_ahead_is_kept_by_a_slow_worker() -> Given:
+    class Prefetches(WrappedBackend):
+        def __init__(self, inner: Any) -> None:
+            super().__init__(inner)
+            self.kept: list[ClaimedMessage] = []
+
+        async def claim(self, most: int, visibility: float, wait: float) -> list[ClaimedMessage]:
+            if not self.kept:
+                self.kept = await self.inner.claim(most + 50, visibility, wait)
+            claimed, self.kept = self.kept[:most], self.kept[most:]
+            return claimed
+
+    return {"build": lambda mailbox: bursts(wrap(mailbox, Prefetches), visibility_timeout=600)}
+
+
+@planted_fault("concurrency", faults=Faults.none(), duration=300.0)
+def a_loop_handles_more_than_its_concurrency() -> Given:
+    class Eager(MainLoop):
+        def __init__(self, *given: Any, concurrency: int = 1, **options: Any) -> None:
+            super().__init__(*given, concurrency=concurrency + 2, **options)
+            self.concurrency = concurrency
+
+    return {"build": partial(bursts, kind=Eager)}
 
 
 # --------------------------------------------------------------------------------------------------------- the store

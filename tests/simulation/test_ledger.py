@@ -8,7 +8,7 @@ import pytest
 
 from mainspring.mailbox.message import Ack, ClaimedMessage, Counts, Dead, Envelope, Nack
 from mainspring.testing.simulation.event_log import EventLog
-from mainspring.testing.simulation.ledger import TOLERANCE, Ledger
+from mainspring.testing.simulation.ledger import BACKLOG_TIME, TOLERANCE, Ledger
 
 
 class Story:
@@ -37,8 +37,7 @@ class Story:
         return delivery
 
     def begin(self, worker: str, delivery: ClaimedMessage, **options: Any) -> None:
-        stubborn = options.pop("stubborn", False)
-        self.ledger.began(worker, delivery.message_id, delivery.receipt_handle, delivery.attempt, stubborn=stubborn)
+        self.ledger.began(worker, delivery.message_id, delivery.receipt_handle, delivery.attempt, **options)
 
     def end(self, delivery: ClaimedMessage, how: str = "returned", cause: str = "") -> None:
         self.ledger.ended(delivery.message_id, delivery.receipt_handle, how, cause)
@@ -323,3 +322,47 @@ def test_looking_after(story: Story) -> None:
     story.ledger.discarded({"c"})
     story.ledger.check(Counts(settled=3))
     assert story.broken is None
+
+
+@pytest.mark.parametrize(("loop", "broken"), [("one", "concurrency"), ("another", None)])
+def test_no_more_handlers_than_its_concurrency(story: Story, loop: str, broken: str | None) -> None:
+    story.send("a", "b", "c")
+    story.done("w0", story.claim("w0", "a"))
+    story.begin("w0", story.claim("w0", "b"), loop="one", concurrency=1)
+    story.begin("w0", story.claim("w0", "c"), loop=loop, concurrency=1)
+    assert story.broken == broken
+
+
+@pytest.mark.parametrize(("front", "broken"), [(True, None), (False, "order")])
+def test_what_was_not_begun_goes_to_the_front(story: Story, front: bool, broken: str | None) -> None:
+    story.send("a")
+    story.ledger.settled("w0", story.claim("w0"), Nack(charge=False, front=front))
+    assert story.broken == broken
+
+
+@pytest.mark.parametrize("how", ["begun", "released"])
+@pytest.mark.parametrize(("reachable_at", "broken"), [(None, "fairness"), (10.0, None)])
+def test_no_message_waits_in_a_backlog(story: Story, how: str, reachable_at: float | None, broken: str | None) -> None:
+    story.send("a")
+    delivery = story.claim("w0")
+    if reachable_at is not None:
+        story.now = reachable_at
+        story.ledger.reachable("w0")
+    story.now = BACKLOG_TIME + 1
+    if how == "begun":
+        story.begin("w0", delivery)
+    else:
+        story.ledger.settled("w0", delivery, Nack(charge=False, front=True))
+    assert story.broken == broken
+
+
+@pytest.mark.parametrize(("what", "broken"), [("", "fairness"), ("begun", None), ("unheard", None)])
+def test_a_worker_that_ends_keeps_nothing_that_it_has_not_begun(story: Story, what: str, broken: str | None) -> None:
+    story.send("a")
+    delivery = story.claim("w0")
+    if what == "begun":
+        story.begin("w0", delivery)
+    elif what == "unheard":
+        story.ledger.unheard([delivery])
+    story.ledger.left("w0")
+    assert story.broken == broken

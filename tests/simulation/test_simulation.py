@@ -6,18 +6,20 @@ import hashlib
 import os
 import subprocess
 import sys
+from collections import defaultdict
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
 from pydantic_core import core_schema
-from simulation_planting import TROUBLE, honest, quick
+from simulation_planting import BUSY, TROUBLE, bursts, honest, quick
 
 from mainspring import ConfigError, Context, LeasePolicy, LoopGroup, MainLoop, Retry
 from mainspring.testing import Faults, Simulation
-from mainspring.testing.simulation import Violation
+from mainspring.testing.simulation import SimulationReport, Violation
 from mainspring.testing.simulation.faults import EVENTS
 
 EACH = 50
@@ -38,6 +40,33 @@ def every(kind: str) -> Faults:
 def test_the_honest_system_passes_three_hundred_seeds(part: int) -> None:
     for seed in range(part * EACH, part * EACH + EACH):
         Simulation(seed=seed, duration=900, workers=2 + seed % 3, faults=TROUBLE).run(honest).check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(6))
+def test_claiming_ahead_passes_three_hundred_seeds(part: int) -> None:
+    ahead = 0
+    for seed in range(part * EACH, part * EACH + EACH):
+        concurrency = 1 + seed % 3
+        report = Simulation(seed=seed, duration=60, workers=2 + seed % 2, faults=BUSY).run(
+            partial(bursts, concurrency=concurrency)
+        )
+        report.check()
+        ahead += most_in_hand(report) > 5 * concurrency
+    assert ahead > EACH / 4
+
+
+def most_in_hand(report: SimulationReport) -> int:
+    """The most messages that a process had in hand at once."""
+    in_hand: defaultdict[str, set[str]] = defaultdict(set)
+    most = 0
+    for entry in report.entries:
+        if entry.what == "claimed":
+            in_hand[entry.lane].add(entry.message)
+            most = max(most, len(in_hand[entry.lane]))
+        elif entry.what in ("acked", "retried", "released", "dead-lettered"):
+            in_hand[entry.lane].discard(entry.message)
+    return most
 
 
 @pytest.mark.slow

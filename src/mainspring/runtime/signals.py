@@ -50,7 +50,7 @@ CALLBACK_TIMEOUT = 10.0
 
 
 class EarlySignals:
-    """Holds signals that arrive before an event loop receives them; until then, the second one ends the process at once.
+    """Holds signals that arrive before an event loop receives them; the second one ends the process at once.
 
     The command line installs it before it imports the user's module. Without a handler, SIGTERM ends the process, or does
     nothing where it is PID 1 of a container. The receiver that opens later takes the signals that were held.

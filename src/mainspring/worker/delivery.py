@@ -299,7 +299,6 @@ class HandlerRuns:
             prepared = self._prepare(delivery, now)
         except Exception as error:  # whatever is wrong with one message, its neighbours are handled
             delivery.phase = Phase.ENDED
-            # What is no JSON at all does not come here: see `Mailbox.receive`.
             misfit = isinstance(error, SerializationError)
             return self._after(delivery, error, self._misfits) if misfit else self.judge(delivery, error)
         if isinstance(prepared, Decision):

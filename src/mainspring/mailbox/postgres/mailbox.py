@@ -243,7 +243,7 @@ class PostgresBackend(BatchedBackend):
 
     def _start(self, scope: DaemonScope, name: str) -> None:
         shared = self._pool
-        self._batcher = Batcher(self._execute, undo=self.undo, name=name)  # `undo` is for callers that are cancelled
+        self._batcher = Batcher(self._execute, undo=self.undo, name=name)
         self._sends: Batcher[Command] = Batcher(self._execute, name=name)
         self._turns = anyio.Semaphore(WITHIN_CAPACITY)
         self._dedup = DedupSends(self._transact, shared.connections.timeout, name)

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 TOLERANCE = 6.0
 """Seconds for which a handler may continue after its lease has ended: the time of its clean-up, and a margin."""
+BACKLOG_TIME = 30.0
+"""Seconds for which a worker that the store answers may keep a message that it has not begun: what slow calls explain."""
 ROUNDING = 1e-6
 """Rounding error of sums of instants, in seconds. Within it the store may decide either way."""
 
@@ -41,6 +43,7 @@ class HandlerRun:
     worker: str
     label: str
     began: float
+    loop: str = ""
     stubborn: bool = False
     excused_at: float = 0.0
     ended: str = ""
@@ -59,6 +62,7 @@ class Account:
     deliveries: int = 0
     receipt: str = ""
     holder: str = ""
+    claimed_at: float = 0.0
     lease_until: float = 0.0
     undecodable: bool = False
     finished: bool = False
@@ -109,6 +113,7 @@ class Ledger:
         self._stop = stop
         self._active: dict[tuple[str, str], HandlerRun] = {}
         self._frozen: set[str] = set()
+        self._reachable_since: dict[str, float] = {}
         self._overlaps: dict[tuple[str, str], tuple[Account, HandlerRun, float]] = {}
 
     def label(self, message_id: str) -> str:
@@ -150,7 +155,7 @@ class Ledger:
             self._check_claim(account, worker, delivery, now)
             account.deliveries += 1
             account.state, account.holder, account.receipt = MessageState.LEASED, worker, delivery.receipt_handle
-            account.lease_until = now + lease
+            account.claimed_at, account.lease_until = now, now + lease
             self.last_progress = now
             self._log.add(worker, "claimed", account.label, f"attempt {delivery.attempt}")
 
@@ -175,6 +180,11 @@ class Ledger:
         for receipt, run in account.runs.items():
             if not run.ended and run.worker != worker and not run.stubborn:
                 self._overlaps[delivery.message_id, receipt] = (account, run, max(now, run.excused_at))
+
+    def unheard(self, deliveries: Iterable[ClaimedMessage]) -> None:
+        """Record that the worker does not learn of a claim: it cannot give back what it does not know of."""
+        for delivery in deliveries:
+            self.accounts[delivery.message_id].claimed_at = -math.inf
 
     def extended(self, worker: str, delivery: ClaimedMessage, timeout: float) -> None:
         """Record that the store extended a lease."""
@@ -222,13 +232,22 @@ class Ledger:
     def _returned(self, account: Account, run: HandlerRun | None, worker: str, how: Nack, now: float) -> None:
         account.state, account.ready_at = MessageState.QUEUED, now + how.delay
         self._log.add(worker, "retried" if how.charge else "released", account.label, f"in {how.delay:.3f} s")
-        if not how.charge:
-            return
-        account.charged += 1
+        account.charged += how.charge
         if run is None and not account.undecodable:
-            self.fail("attempts", f"{worker} charged an attempt although no handler ran", account.label)
-        elif run is not None and run.cause == "shutdown" and run.ended == "cancelled":
+            if how.charge:
+                self.fail("attempts", f"{worker} charged an attempt although no handler ran", account.label)
+            if not how.front:
+                self.fail("order", f"{worker} returned it to the tail although no handler ran", account.label)
+            self._check_backlog(account, worker, now)
+        elif how.charge and run is not None and run.cause == "shutdown" and run.ended == "cancelled":
             self.fail("attempts", f"{worker} charged an attempt that its shutdown cancelled", account.label)
+
+    def _check_backlog(self, account: Account, worker: str, now: float) -> None:
+        """Fail if ``worker`` has kept a message from the others that it did not begin."""
+        waited = now - max(account.claimed_at, self._reachable_since.get(worker, 0.0))
+        if waited > BACKLOG_TIME:
+            told = f"{worker} has kept it for {waited:.1f} s without beginning its handler"
+            self.fail("fairness", told, account.label)
 
     def purged(self) -> None:
         """Record that the store purged all unfinished messages."""
@@ -268,20 +287,35 @@ class Ledger:
 
     # ------------------------------------------------------------------------------------------- told by the workers
 
-    def began(self, worker: str, message_id: str, receipt: str, attempt: int, *, stubborn: bool) -> HandlerRun:
-        """Record the start of a handler. ``stubborn``: it ignores its cancellation."""
+    def began(
+        self,
+        worker: str,
+        message_id: str,
+        receipt: str,
+        attempt: int,
+        *,
+        loop: str = "",
+        concurrency: float = math.inf,
+        stubborn: bool = False,
+    ) -> HandlerRun:
+        """Record the start of a handler of ``loop``. ``stubborn``: it ignores its cancellation."""
         account = self.accounts[message_id]
         now = self._now()
         run = account.runs[receipt] = self._active[message_id, receipt] = HandlerRun(
-            worker, account.label, now, stubborn
+            worker, account.label, now, loop, stubborn
         )
         self._log.add(worker, "started", account.label, f"attempt {attempt}")
         if attempt > self.max_attempts:
             self.fail("attempts", f"{worker} runs attempt {attempt} of at most {self.max_attempts}", account.label)
         if account.crashes >= self.max_crashes:
             self.fail("attempts", f"{worker} runs it although {account.crashes} of its leases ran out", account.label)
+        running = sum(other.worker == worker and other.loop == loop for other in self._active.values())
+        if running > concurrency:
+            told = f"{worker} runs {running} handlers of loop {loop!r}, whose concurrency is {concurrency}"
+            self.fail("concurrency", told, account.label)
         if account.receipt != receipt or now > account.lease_until + ROUNDING:
             self.fail("one lease", f"{worker} starts its handler without a valid lease", account.label)
+        self._check_backlog(account, worker, now)
         return run
 
     def ended(self, message_id: str, receipt: str, how: str, cause: str = "") -> None:
@@ -311,6 +345,15 @@ class Ledger:
             if run.worker == worker:
                 self.ended(message_id, receipt, "died with its worker")
 
+    def left(self, worker: str) -> None:
+        """Record that ``worker`` ended in order, and with a store that answers."""
+        now, since = self._now(), self._reachable_since.get(worker, 0.0)
+        for account in self.accounts.values():
+            held = account.state is MessageState.LEASED and account.holder == worker and now < account.lease_until
+            if held and account.receipt not in account.runs and account.claimed_at >= since:
+                told = f"{worker} has ended and keeps a lease on it, though no handler has begun"
+                self.fail("fairness", told, account.label)
+
     def froze(self, worker: str) -> None:
         """Record that ``worker`` froze. Its lateness is excused until it thaws."""
         self._frozen.add(worker)
@@ -319,11 +362,16 @@ class Ledger:
         """Record that ``worker`` continues. Its lateness counts from now on."""
         until = self._now()
         self._frozen.discard(worker)
+        self.reachable(worker)
         for key, run in self._active.items():
             if run.worker == worker:
                 run.excused_at = until
                 if key in self._overlaps:
                     self._overlaps[key] = (self._overlaps[key][0], run, until)
+
+    def reachable(self, worker: str) -> None:
+        """Record that ``worker`` reaches the store again. What it kept until now is excused."""
+        self._reachable_since[worker] = self._now()
 
     def _check_overlap(self, key: tuple[str, str], *, final: bool = True) -> None:
         found = self._overlaps.get(key)

@@ -96,6 +96,8 @@ class Process:
             world.log.add(self.lane, "starts")
             report = await group.run(install_signals=False)
             world.log.add(self.lane, "ended", detail=f"exit status {report.exit_status}")
+            if not self.connection.is_slow:
+                world.ledger.left(self.lane)
         except Exception as error:
             if self.group is None:
                 world.fail_build(error)
@@ -217,7 +219,15 @@ class Process:
             if message_id not in ledger.accounts:
                 return await call()
             fault, size = self.world.handler_fault(message_id, message.delivery_count)
-            ledger.began(self.lane, message_id, receipt, message.attempt, stubborn=fault == "swallowing_handler")
+            ledger.began(
+                self.lane,
+                message_id,
+                receipt,
+                message.attempt,
+                loop=loop.name,
+                concurrency=loop.concurrency,
+                stubborn=fault == "swallowing_handler",
+            )
             how = "failed"
             try:
                 if fault:

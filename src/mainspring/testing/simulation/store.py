@@ -224,6 +224,8 @@ class ClaimSession:
                     wait = max(0.0, claim.until - trio.current_time())
                     claimed = await self._store.claim(self._lane, claim.most, claim.visibility, wait)
                 self._scope = None
+            if self.ended:
+                self._store.ledger.unheard(claimed)
             self._answer(claim, claimed)
 
     def _answer(self, claim: WaitingClaim, claimed: list[ClaimedMessage]) -> None:
@@ -302,6 +304,7 @@ class SimulatedBackend(Backend):
         self._mode = None
         self._slow_until = trio.current_time() + LONGEST_CALL
         self._healed.set()
+        self.store.ledger.reachable(self.lane)
         late, self._late = self._late, []
         for call in late:
             self.store.run_later(call)
@@ -418,6 +421,7 @@ class SimulatedBackend(Backend):
         with trio.CancelScope(shield=True, deadline=trio.current_time() + CLOSE_TIMEOUT) as scope:
             await self._answer("claim", late)
         if scope.cancelled_caught:
+            self.store.ledger.unheard(claimed)
             raise MailboxConnectionError("claim: the answer did not come in time")
         return claimed
 

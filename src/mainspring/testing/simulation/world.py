@@ -245,6 +245,8 @@ class World:
             await trio.sleep(seconds)
         finally:
             self.store.down = False
+            for process in filter(None, self.current):
+                self.ledger.reachable(process.lane)
             self.log.add("store", "is back")
 
     async def _deploy(self, seconds: float) -> None:
