@@ -18,7 +18,7 @@ from mainspring.mailbox.batched import AcknowledgeMany, BatchedBackend, Batcher,
 from mainspring.mailbox.codec import headers_of
 from mainspring.mailbox.limits import SILENCE, check_column, check_row, full, is_name
 from mainspring.mailbox.mailbox import Mailbox
-from mainspring.mailbox.message import ACK, Ack, Cancelled, CancelOutcome, Dead, Nack
+from mainspring.mailbox.message import ACK, Ack, Cancelled, CancelOutcome, Nack
 from mainspring.mailbox.postgres import schema as schemas
 from mainspring.mailbox.postgres.commands import (
     LOCK_WAIT,
