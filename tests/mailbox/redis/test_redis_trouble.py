@@ -188,13 +188,14 @@ async def test_an_id_that_is_no_text_is_unknown_and_harms_no_neighbour(here, any
         assert found[1] is CancelOutcome.UNKNOWN
 
 
-async def test_a_connection_on_which_the_server_hangs_up_is_not_used_again(own, anyio_backend):
-    """It could not read what it was sent, and says so before."""
+@pytest.mark.parametrize("size", [1_100_000, 4_000_000, 13_000_000])
+async def test_a_connection_on_which_the_server_hangs_up_is_not_used_again(size, own, anyio_backend):
+    """It could not read what it was sent, and says so before, or while more is on its way."""
     async with own.mailbox() as mailbox:
         before = own.call("CONFIG", "GET", "proto-max-bulk-len")[1]
         own.call("CONFIG", "SET", "proto-max-bulk-len", 1_048_576)
         with pytest.raises(MailboxConnectionError):
-            await mailbox.send("x" * 1_100_000)
+            await mailbox.send("x" * size)
         own.call("CONFIG", "SET", "proto-max-bulk-len", before)
         await mailbox.send("x")
         assert (await mailbox.counts()).pending == 1

@@ -58,12 +58,12 @@ class Arrivals:
 
     def __init__(self, source: socket.socket) -> None:
         self._loop = asyncio.get_running_loop()
-        self._socket = source
+        self._socket = source.dup()  # at an error, uvloop closes the watch of a descriptor to its reader and its writer
         self._pieces: deque[bytes] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._end: type[Exception] | None = None
         self._cause: OSError | None = None
-        self._loop.add_reader(source, self._read)
+        self._loop.add_reader(self._socket, self._read)
 
     async def receive(self) -> bytes:
         """Return the next piece; raise what says why there is none."""
@@ -93,6 +93,7 @@ class Arrivals:
         if self._end is None:
             self._end, self._cause = reason, cause
             self._loop.remove_reader(self._socket)
+            self._socket.close()
             self._wake()
 
     def _wake(self) -> None:
