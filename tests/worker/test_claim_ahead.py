@@ -141,6 +141,25 @@ async def test_it_gives_them_back_when_a_store_that_hangs_answers_again(virtual_
         mailbox.always("settle", work)
 
 
+@pytest.mark.parametrize(("takes", "released"), [(1, 20), (60, 0)])
+async def test_the_end_of_the_loop_waits_for_a_release_that_is_under_way(takes, released, virtual_clock):
+    mailbox = FaultyMailbox()
+    await mailbox.send_many(range(100))
+    loop = MainLoop(mailbox, become_slow)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(loop.run)
+        while loop.outcomes.get("acknowledged") != 80:
+            await anyio.sleep(0.001)
+        mailbox.always("settle", slow(takes))
+        await anyio.sleep(0.2)
+        ended = anyio.current_time()
+        tasks.cancel_scope.cancel()
+    assert anyio.current_time() - ended <= 10
+    left = await mailbox.receive(max_messages=100)
+    assert len(left) == released
+    assert {message.attempt for message in left} <= {1}
+
+
 async def test_an_idle_worker_has_them_at_once(virtual_clock):
     mailbox = InMemoryMailbox()
     await mailbox.send_many(range(100))

@@ -40,7 +40,7 @@ from mainspring.threads.entry import AnywhereEvent, Entry
 from mainspring.worker.delivery import Delivery, HandlerRuns, WorkerSettings
 from mainspring.worker.leases import SETTLE_TIMEOUT, LeaseKeeper
 from mainspring.worker.outcome import DONE, RELEASED, Cause
-from mainspring.worker.settlement import Completion, Settler, bounded
+from mainspring.worker.settlement import GRACE, Completion, Settler, bounded
 from mainspring.worker.slots import AHEAD, OVERDUE, Admission, Slot, Slots
 from mainspring.worker.store_health import SILENCE, StoreHealth
 
@@ -73,6 +73,9 @@ JOIN_FOR = 0.001
 
 class Worker:
     """One run of a loop. Made anew for each run, on the event loop that it runs on."""
+
+    _releasing: anyio.CancelScope | None = None
+    """The scope of the last release of what was overdue; at the end of the loop it has no longer than any other release."""
 
     def __init__(
         self,
@@ -310,6 +313,8 @@ class Worker:
         if self.admission.open:
             return
         self.store_health.receives_end()
+        if self._releasing is not None:
+            self._releasing.deadline = min(self._releasing.deadline, anyio.current_time() + GRACE)
         await self._release_backlog(bounded())
 
     async def _release_backlog(self, scope: anyio.CancelScope) -> None:
@@ -332,8 +337,8 @@ class Worker:
         if now < due:
             return due
         assert self._tasks is not None
-        within = anyio.CancelScope(deadline=now + SETTLE_TIMEOUT)
-        self._tasks.start_soon(self._release_backlog, within, name=f"{self.name} release")
+        self._releasing = anyio.CancelScope(deadline=now + SETTLE_TIMEOUT, shield=True)
+        self._tasks.start_soon(self._release_backlog, self._releasing, name=f"{self.name} release")
         return math.inf
 
     # --------------------------------------------------------------------------------------------------------- slots
