@@ -75,7 +75,7 @@ class Worker:
     """One run of a loop. Made anew for each run, on the event loop that it runs on."""
 
     _releasing: anyio.CancelScope | None = None
-    """The scope of the last release of what was overdue; at the end of the loop it has no longer than any other release."""
+    """The scope of the last release of what was overdue. In a loop that is cancelled it has no longer than any other."""
 
     def __init__(
         self,
@@ -179,6 +179,8 @@ class Worker:
                     crash = error
                 except BaseException:
                     self.admission.stop()
+                    if self._releasing is not None:
+                        self._releasing.deadline = min(self._releasing.deadline, anyio.current_time() + GRACE)
                     raise
                 finally:
                     self._ending = True
@@ -313,8 +315,6 @@ class Worker:
         if self.admission.open:
             return
         self.store_health.receives_end()
-        if self._releasing is not None:
-            self._releasing.deadline = min(self._releasing.deadline, anyio.current_time() + GRACE)
         await self._release_backlog(bounded())
 
     async def _release_backlog(self, scope: anyio.CancelScope) -> None:
