@@ -121,7 +121,7 @@ async def work(setup: Setup) -> int:
         visibility_timeout=settings.lease,
         wait_time_seconds=5,
         retry=RetryPolicy(initial_delay=0.05, max_delay=1.0),
-        dead_letter=DeadLetterPolicy(max_attempts=ATTEMPTS),
+        dead_letter=DeadLetterPolicy(max_attempts=ATTEMPTS, max_crashes=ATTEMPTS),
     )
     group = LoopGroup([loop], shutdown_timeout=settings.shutdown_timeout, cancel_grace=settings.cancel_grace)
     group.dispatcher.subscribe(MessageFinished, finished)
