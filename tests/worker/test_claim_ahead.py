@@ -160,6 +160,29 @@ async def test_the_end_of_the_loop_waits_for_a_release_that_is_under_way(takes, 
     assert {message.attempt for message in left} <= {1}
 
 
+@pytest.mark.parametrize("concurrency", [1, 3])
+async def test_a_message_whose_worker_has_died_puts_none_at_risk_that_has_not_begun(concurrency, virtual_clock):
+    mailbox = InMemoryMailbox()
+    await mailbox.send_many(range(20))
+    await mailbox.receive(max_messages=20, visibility_timeout=0.15)  # by a worker that dies
+    await mailbox.send_many(range(20, 500))
+    beside: dict[bool, int] = {False: 0, True: 0}
+
+    async def handle(job: int, ctx: Context) -> None:
+        await anyio.sleep(0.001)
+        crashed = ctx.attempt > 1
+        beside[crashed] = max(beside[crashed], loop.in_flight)
+        await anyio.sleep(0.001)
+
+    loop = MainLoop(mailbox, handle, concurrency=concurrency)
+    async with background(loop):
+        await anyio.sleep(0.16)
+        await mailbox.send_many(range(500, 700))
+        await settled(mailbox)
+    assert beside[True] <= concurrency < beside[False]
+    assert loop.outcomes["acknowledged"] == 700
+
+
 async def test_an_idle_worker_has_them_at_once(virtual_clock):
     mailbox = InMemoryMailbox()
     await mailbox.send_many(range(100))

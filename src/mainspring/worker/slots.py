@@ -204,8 +204,8 @@ OVERDUE = 2 * AHEAD
 class ClaimAhead:
     """Decides how many messages a loop may have in hand: as many as it has slots, or as began in the last ``AHEAD`` seconds.
 
-    The rate is looked at when messages are claimed. A loop that was idle, or has just started, begins with its slots alone. A
-    message that kills its process costs the others in hand an attempt, and is then the first to come again.
+    The rate is looked at when messages are claimed. A loop that was idle, or has just started, begins with its slots alone: a
+    message that kills its process costs the others in hand an attempt.
     """
 
     def __init__(self, slots: int) -> None:

@@ -74,9 +74,6 @@ JOIN_FOR = 0.001
 class Worker:
     """One run of a loop. Made anew for each run, on the event loop that it runs on."""
 
-    _releasing: anyio.CancelScope | None = None
-    """The scope of the last release of what was overdue. In a loop that is cancelled it has no longer than any other."""
-
     def __init__(
         self,
         name: str,
@@ -119,6 +116,7 @@ class Worker:
         self._receives_left: float = 0
         self._ending = False
         self._open_receives: list[OpenReceive] = []
+        self._releases: set[anyio.CancelScope] = set()  # once the loop is cancelled, they have no longer than all else
         self._lease = LeaseKeeper(
             name, slots.deliveries, settings.lease, visibility, dispatcher, self.store_health, self._give_back_overdue
         )
@@ -179,8 +177,8 @@ class Worker:
                     crash = error
                 except BaseException:
                     self.admission.stop()
-                    if self._releasing is not None:
-                        self._releasing.deadline = min(self._releasing.deadline, anyio.current_time() + GRACE)
+                    for release in self._releases:
+                        release.deadline = min(release.deadline, anyio.current_time() + GRACE)
                     raise
                 finally:
                     self._ending = True
@@ -300,6 +298,9 @@ class Worker:
                 self._lease.overdue.wake_by(now + OVERDUE)
         self._lease.track(deliveries)
         self._backlog.extend(deliveries)
+        ahead = len(self._backlog) - max(0, self._room())
+        if ahead > 0 and any(message.attempt > 1 and message.crashes for message in messages):
+            self._release_soon(ahead)  # one of them may end this process again, and the others are charged for it
         if self.admission.open and not self._waking:
             self._wake_slot()
 
@@ -315,20 +316,30 @@ class Worker:
         if self.admission.open:
             return
         self.store_health.receives_end()
-        await self._release_backlog(bounded())
+        await self._release(self._take_back(len(self._backlog)), bounded())
 
-    async def _release_backlog(self, scope: anyio.CancelScope) -> None:
-        """Release the backlog within ``scope``, the youngest delivery first, as each goes to the front of the queue."""
-        deliveries = [*reversed(self._backlog)]
-        self._backlog.clear()
+    def _take_back(self, count: int) -> list[Delivery]:
+        """Take the youngest ``count`` out of the backlog, the youngest first, as each goes to the front of the queue."""
         self._slots.ahead.begin_anew()
+        return [self._backlog.pop() for _ in range(count)]
+
+    async def _release(self, deliveries: list[Delivery], scope: anyio.CancelScope) -> None:
+        """Release deliveries that have not begun, within ``scope``."""
         with scope:
             await self._completion.finish_each(deliveries, RELEASED)
+        self._releases.discard(scope)
+
+    def _release_soon(self, count: int) -> None:
+        """Release the youngest ``count`` of the backlog, while the loop goes on."""
+        assert self._tasks is not None
+        scope = anyio.CancelScope(deadline=self._clock() + SETTLE_TIMEOUT, shield=True)
+        self._releases.add(scope)
+        self._tasks.start_soon(self._release, self._take_back(count), scope, name=f"{self.name} release")
 
     async def _give_back_overdue(self, overslept: float) -> float:
         """Release what was claimed ahead and could not begin in time, so that another worker has it; when to look again.
 
-        Where the event loop stood still, it was a handler that did not wait: the others get the time again.
+        If the event loop stood still, it was a handler that did not wait: the others get the time again.
         """
         if not (self._backlog and self.admission.open):
             return math.inf
@@ -336,9 +347,7 @@ class Worker:
         due = now + OVERDUE if overslept >= AHEAD else self._backlog[0].started + OVERDUE
         if now < due:
             return due
-        assert self._tasks is not None
-        self._releasing = anyio.CancelScope(deadline=now + SETTLE_TIMEOUT, shield=True)
-        self._tasks.start_soon(self._release_backlog, self._releasing, name=f"{self.name} release")
+        self._release_soon(len(self._backlog))
         return math.inf
 
     # --------------------------------------------------------------------------------------------------------- slots
@@ -427,11 +436,11 @@ class Worker:
                 self._begin_turn()
             decision = DONE  # an error's traceback holds all that the handler has made
             delivery = slot.delivery = None
-            if self._backlog and (self._slot_count <= self._concurrency or self._may_begin()):
+            if self._backlog and (self._slot_count <= self._concurrency or self._room() > 0):
                 # It goes on before it acknowledges, so that acknowledgements join. If its handler waits, the slot that it has
                 # woken acknowledges them; it wakes none while another is waking, so that one serves alone where none waits.
                 delivery = slot.delivery = self._backlog.popleft()
-                if not self._waking and (self._completion.done or (self._backlog and self._may_begin())):
+                if not self._waking and (self._completion.done or (self._backlog and self._room() > 0)):
                     self._wake_slot()
             else:
                 delivery = slot.delivery = await self._next_delivery(scope)
@@ -447,9 +456,9 @@ class Worker:
             self._begin_turn()
             if scope.cancel_called:  # no handler may begin in it
                 return None
-            if self._backlog and self._may_begin():
+            if self._backlog and self._room() > 0:
                 delivery = self._backlog.popleft()
-                more = len(self._backlog) if self._may_begin() else 0
+                more = len(self._backlog) if self._room() > 0 else 0
                 for _ in range(min(2, more + bool(self._completion.done))):
                     self._wake_slot()
                 return delivery
@@ -465,11 +474,11 @@ class Worker:
                 else:
                     self._idle.remove(event)
 
-    def _may_begin(self) -> bool:
-        """True if one handler more may run. There can be more slots than may handle at once, as some settle."""
+    def _room(self) -> int:
+        """Return how many handlers more may run. There can be more slots than may handle at once, as some settle."""
         slots = self._slots
         handled = len(slots.deliveries) - len(self._backlog) - len(self._completion.done) - slots.leaving
-        return handled < self._concurrency
+        return self._concurrency - handled
 
     async def _acknowledge(self, scope: anyio.CancelScope) -> None:
         """Acknowledge the deliveries that are done."""
