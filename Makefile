@@ -52,7 +52,7 @@ lint: $(VENV)/editable
 	$(BIN)/python scripts/check_prose.py
 
 # Ten thousand times five minutes of a fleet in five hours' trouble; SEEDS says how many. In so much of it no handler just works:
-# a tenth as many runs are of a busy fleet in less, and as many of one that claims ahead, as its messages take milliseconds.
+# a tenth as many runs are of a busy fleet in less, and as many of a fleet that claims ahead, as its messages take milliseconds.
 SEEDS ?= 10000
 simulate: $(VENV)/editable
 	PYTHONPATH=scripts $(BIN)/mainspring simulate simulated_group:build --seeds $(SEEDS) --jobs $(JOBS) --duration 5m --times 60

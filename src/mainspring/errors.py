@@ -347,7 +347,7 @@ LONGEST_TRACEBACK = 50_000
 
 
 def copied(error: E) -> E:
-    """Return the same error, with its cause, for one more of those that it hits: a shared one would mix up their tracebacks."""
+    """Return the same error, with its cause, for one more caller that it hits: a shared error would mix up their tracebacks."""
     other = copy.copy(error)
     other.__cause__ = error.__cause__
     return other

@@ -31,7 +31,7 @@ def where(awaitable: Any) -> str:
     the event loop's. Libraries are what is installed, and the standard library.
 
     ``"path.py:12 in handle: await client.get(url)"``. Of a coroutine that is running just now (seen from another thread) it is
-    the line of the outermost function, since Python keeps no more. Of one that has ended, it is an empty string.
+    the line of the outermost function, since Python keeps no more. Of an ended coroutine, it is an empty string.
     """
     chosen: tuple[FrameType, int | None] | None = None
     rank = 0

@@ -588,7 +588,7 @@ class Waiters:
         self.wake(count)
 
     def signal_all(self) -> None:
-        """Let all look again, also those that are about to wait."""
+        """Let all receives look again, also receives that are about to wait."""
         self.signals += 1
         self.wake_all()
 

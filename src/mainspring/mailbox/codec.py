@@ -281,7 +281,7 @@ def _revealed(value: Any) -> tuple[Any, bool]:
 
 
 def _supported(body_type: Any) -> Any:
-    """Return ``body_type`` with each ``typing.TypedDict`` made one that pydantic takes: before Python 3.12 it refuses those.
+    """Return ``body_type`` with each ``typing.TypedDict`` replaced: before Python 3.12 pydantic refuses it.
 
     This reaches the type itself and its parameters (``list[Row]``), not the fields of dataclasses and models.
     """

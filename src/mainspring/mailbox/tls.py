@@ -31,7 +31,7 @@ class TLSOptions(ServerOptions):
         return bool(self.ca_file or self.cert_file or self.key_file or self.ssl_context)
 
     def tls(self, url: MailboxURL, scheme: str) -> ssl.SSLContext | None:
-        """Return the given context, else one that trusts ``ca_file`` (else what the machine trusts) and shows ``cert_file``.
+        """Return the given context, else a new one with ``cert_file``, which trusts ``ca_file`` (else what the machine trusts).
 
         None where ``url`` does not have ``scheme``, that of TLS. Raises :class:`ConfigError` where the files cannot be read, or
         the options contradict each other or the scheme.

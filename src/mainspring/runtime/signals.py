@@ -5,8 +5,8 @@ A signal has one receiver in the process, which tells every listener. In an even
 receives instead, and tells both.
 
 A coordinator is made, installed, entered and left. Installed, it is the current one, and no block has been entered. It is
-entered by ``async with``, by ``with``, or by a group's run, each also within another. The process has a list of those that are
-installed or entered; the first is the current one.
+entered by ``async with``, by ``with``, or by a group's run, each also within another. The process has a list of the
+coordinators that are installed or entered; the first is the current one.
 """
 
 from __future__ import annotations
@@ -292,7 +292,7 @@ class ShutdownCoordinator:
 
     @classmethod
     def get(cls) -> ShutdownCoordinator | None:
-        """Return the process's current coordinator, or None: the outermost one that is entered, or an installed one."""
+        """Return the process's current coordinator, or None: the outermost entered one, or the installed one."""
         return next(iter(cls._all()), None)
 
     @classmethod

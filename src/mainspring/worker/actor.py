@@ -69,7 +69,7 @@ class LoopActor:
         function is called on the event loop, an async one in a task of its own that holds up no other message. What it returns
         is the answer; what it raises fails the ticket, and ends nothing. It may answer the ticket by itself instead. An async
         one that runs when the loop ends is cancelled, and its ticket fails with :class:`LoopNotRunningError`. Each call has
-        context variables of its own: a copy of those that the loop was started with.
+        context variables of its own: a copy of what the loop was started with.
     :raises ConfigError: it is no loop, or is an actor already; or ``on_message`` cannot be called.
     """
 
@@ -351,7 +351,7 @@ class LoopActor:
     async def shutdown(self, *, timeout: float = 30.0) -> bool:
         """Shut the loop down and wait for its end. Return False if work had to be cancelled.
 
-        Work in hand has ``timeout`` seconds. A running loop is told by a :class:`ShutdownRequest`; one that does not run is
+        Work in hand has ``timeout`` seconds. A running loop is told by a :class:`ShutdownRequest`; a loop that does not run is
         shut down by its own method. From inside one of the loop's handlers it only asks, and returns True. Cancelled, it stops
         waiting, and the shutdown goes on.
         """

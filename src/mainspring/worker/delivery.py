@@ -67,7 +67,7 @@ class Clocks:
 
 
 class Phase:
-    """Where a delivery is; only one that is being handled can be cancelled.
+    """Where a delivery is; it can be cancelled only while it is being handled.
 
     Plain numbers: before Python 3.12 each mention of an enum's member costs 0.07 us, and a delivery passes all of them.
     """

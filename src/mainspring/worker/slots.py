@@ -232,7 +232,7 @@ class ClaimAhead:
 
 
 class Slots:
-    """The messages in hand, oldest first: those that are handled, those claimed ahead, and those being settled.
+    """The messages in hand, oldest first: messages in handlers, messages claimed ahead, and messages being settled.
 
     If a mailbox keeps the order of its calls (``ordered``), the slot of a message is free as soon as its settlement has been
     asked for. A claim made from then on comes after it, so that the two never hold a lease at once.

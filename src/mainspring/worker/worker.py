@@ -261,7 +261,7 @@ class Worker:
             self._heartbeat.beat()
             if self._capacity is None:
                 # After a failure it does not wait: an idle loop must learn that the store answers again before a message comes.
-                # Nor does it where it claims ahead: one that waits is idle, and takes what its slots can begin at once.
+                # Nor does it while it claims ahead: a waiting loop is idle, and takes what its slots can begin at once.
                 waits = self.store_health.answers and self._slots.ahead.most == self._concurrency
                 self._admit(await receive.claim(free, self._wait if waits else 0.0))
             else:
@@ -358,7 +358,7 @@ class Worker:
             self._waking += 1
             self._idle.popleft().set()
         elif self._slot_count < self._concurrency + self._slots.leaving + bool(self._completion.done):
-            # A slot that waits for a settlement may take long, and so may the one whose handler waits: for those that are done.
+            # Settlements and handlers may take long: then this slot begins what is waiting, or settles what is done.
             assert self._tasks is not None
             self._slot_count += 1
             self._waking += 1

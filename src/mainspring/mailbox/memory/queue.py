@@ -142,7 +142,7 @@ HEAP_SWEEP_FROM = 1_024
 class Timers:
     """Instants and whose they are.
 
-    An item holds keys, not messages: the serial number of one that waits (``waiting`` says whose), or the receipt handles of
+    An item holds keys, not messages: the serial number of a waiting message (``waiting`` says whose), or the receipt handles of
     one claim (``in_flight`` says whose). A key whose message has moved on is dead. It stays until its item comes to the top, or
     the dead outnumber the living. So each message pays a constant for it, and memory stays flat.
     """
@@ -188,7 +188,7 @@ class Timers:
             self._sweep()
 
     def set_leases(self, receipts: list[str], until: float) -> None:
-        """Let the leases under ``receipts`` last until ``until``. One that is extended needs no new item."""
+        """Let the leases under ``receipts`` last until ``until``. An extended lease needs no new item."""
         self._serial += 1
         heappush(self.heap, (until, self._serial, receipts))
         self._weight += len(receipts)

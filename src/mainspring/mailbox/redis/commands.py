@@ -1,7 +1,7 @@
 """What a Redis mailbox asks of its library of functions: the arguments of each operation, and how its result is read.
 
 First come the keys of a mailbox, and how a message is kept; then the commands that only Redis has. Then, for each kind of
-command, come the function that writes it and the one that reads its result, in one table (``OPERATIONS``).
+command, come the function that writes it and the function that reads its result, in one table (``OPERATIONS``).
 """
 
 from __future__ import annotations

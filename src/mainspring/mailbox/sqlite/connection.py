@@ -314,7 +314,7 @@ def check_sqlite(version: str) -> None:
 
 
 def _one_by_one(connection: apsw.Connection, commands: Sequence[Command], boot: float, wall: float) -> UnitOfWork:
-    """Do each command by itself, so that only the one that cannot be done fails."""
+    """Do each command by itself, so that only the failing command fails."""
     whole = perform(connection, (), boot, wall)
     for command in commands:
         connection.execute("SAVEPOINT one")

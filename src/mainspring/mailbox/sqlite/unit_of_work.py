@@ -115,7 +115,7 @@ class UnitOfWork:
         return number
 
     def mailbox_for_reply(self, name: str) -> int | None:
-        """Return :meth:`mailbox`, or None for a transient one that is gone, and its requester with it."""
+        """Return :meth:`mailbox`, or None if it is transient and gone, and its requester with it."""
         if name.startswith(TRANSIENT) and not self.rows(sql.MAILBOX, (name,)):
             return None
         return self.mailbox(name)
