@@ -181,6 +181,7 @@ async def test_a_message_whose_worker_has_died_puts_none_at_risk_that_has_not_be
         await settled(mailbox)
     assert beside[True] <= concurrency < beside[False]
     assert loop.outcomes["acknowledged"] == 700
+    assert anyio.current_time() < 0.15 + 700 * 0.002 / concurrency + 0.1  # no slot has waited meanwhile
 
 
 async def test_an_idle_worker_has_them_at_once(virtual_clock):
