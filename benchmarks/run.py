@@ -19,6 +19,7 @@ SCRIPTS = (
     "memory",
     "sqlite",
     "idle",
+    "many_mailboxes",
     "leaving",
     "imports",
     "offload",

@@ -1,0 +1,202 @@
+"""Many mailboxes in one process: what 1,000 waiting loops cost, each on a mailbox of its own.
+
+``python benchmarks/many_mailboxes.py [KIND …] [COUNT] [--quick] [--flush]``. The kinds are memory, sqlite (a file each),
+sqlite-one-file, redis, postgres and nats; all of them where none is named. The servers are those of the other benchmarks.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+sys.path.append(sys.path.pop(0))  # beside this file is one with the name of a driver, which must be found first
+
+import anyio
+
+from common import HERE, Row, on_uvloop, quick, report
+from idle import cpu_seconds, resident
+from local_server import server
+from mainspring import LoopGroup, MainLoop, open_mailbox
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+COUNT = 1_000
+SETTLE = 2.0
+"""Seconds after the start that count for nothing."""
+SECONDS = 5.0 if quick() else 35.0
+"""Long enough for each loop to begin a new long poll of 30 s."""
+PATIENCE = 120.0
+"""Seconds that a start may take, or an end."""
+MIB = 1024 * 1024
+
+# --------------------------------------------------------------------------------------------- in the measured process
+
+
+async def measure(url: str, count: int) -> dict[str, Any]:
+    """Start that many loops, let them wait, and end them; ``{n}`` in the URL is the number of each."""
+
+    async def handle(job: str) -> None:
+        """Nothing comes."""
+
+    mailboxes = [open_mailbox(url.replace("{n}", str(n))) for n in range(count)]
+    loops = [MainLoop(mailbox, handle, name=f"loop-{n}") for n, mailbox in enumerate(mailboxes)]
+    group = LoopGroup(loops, guardian=True)
+    with anyio.fail_after(2 * PATIENCE + SETTLE + SECONDS):
+        began = time.perf_counter()
+        async with group:
+            while not all(mailbox.statistics().waiting_receives for mailbox in mailboxes):
+                await anyio.sleep(0.01)
+            started = time.perf_counter() - began
+            await anyio.sleep(SETTLE)
+            used, since = cpu_seconds(), time.perf_counter()
+            await anyio.sleep(SECONDS)
+            result = {
+                "start": started,
+                "idle": (cpu_seconds() - used) / (time.perf_counter() - since),
+                "memory": resident(os.getpid()),
+                "threads": len(os.listdir("/proc/self/task")),
+                "descriptors": len(os.listdir("/proc/self/fd")),
+                "connections": connections(urlsplit(url).port),
+            }
+            ended = time.perf_counter()
+        result["end"] = time.perf_counter() - ended
+    return result
+
+
+def connections(port: int | None) -> int:
+    """How many TCP connections this process has to that port: each is a descriptor of the server."""
+    mine = {os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()}
+    there = [
+        line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/self/net/{table}").read_text().splitlines()
+    ]
+    return sum(
+        int(fields[2].rpartition(":")[2], 16) == port and f"socket:[{fields[9]}]" in mine
+        for fields in there
+        if fields[0] != "sl"
+    )
+
+
+# ------------------------------------------------------------------------------------------------------ the servers
+
+
+@contextmanager
+def memory() -> Iterator[str]:
+    yield "memory://many-{n}"
+
+
+@contextmanager
+def sqlite() -> Iterator[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        yield f"sqlite:///{folder}/{{n}}.db"
+
+
+@contextmanager
+def sqlite_one_file() -> Iterator[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        yield f"sqlite:///{folder}/all.db?name=many-{{n}}"
+
+
+@contextmanager
+def redis() -> Iterator[str | None]:
+    with server(beside("redis").REDIS) as url:
+        yield url and _named(url)
+
+
+@contextmanager
+def nats() -> Iterator[str | None]:
+    with server(beside("nats").NATS) as url:
+        yield url and _named(url)
+
+
+@contextmanager
+def postgres() -> Iterator[str]:
+    there = beside("postgres")
+    there.renew()
+    try:
+        yield _named(urlsplit(there.URL)._replace(path=f"/{there.DATABASE}").geturl())
+    finally:
+        there.drop()
+
+
+def _named(url: str) -> str:
+    return f"{url}{'&' if '?' in url else '?'}name=many-{{n}}"
+
+
+def beside(name: str) -> Any:
+    """The benchmark ``name``, which may have the name of a driver."""
+    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", HERE / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "memory": memory,
+    "sqlite": sqlite,
+    "sqlite-one-file": sqlite_one_file,
+    "redis": redis,
+    "postgres": postgres,
+    "nats": nats,
+}
+
+# ---------------------------------------------------------------------------------------------------------- the figures
+
+
+def report_kind(kind: str, count: int) -> None:
+    with KINDS[kind]() as url:
+        if url is None:
+            return
+        command = [sys.executable, __file__, "--measure", url, str(count), *(["--quick"] if quick() else [])]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    title = f"{count:,} mailboxes: {kind}"
+    if done.returncode:
+        report(
+            Row(title, "failed", "-", None, None, note=(done.stderr.strip().splitlines() or ["no result"])[-1][:200])
+        )
+        return
+    found = json.loads(done.stdout)
+    how = f"threads {found['threads']}, end {found['end']:.2f} s"
+    report(
+        Row(f"{title}: start / 3 s", f"{found['start']:.2f} s", "3 s", found["start"] / 3, 1.0, at_most=True,
+            note=f"until each loop waits; {how}"),
+        Row(f"{title}: idle / 2 % of a core", f"{found['idle']:.2%}", "2 %", found["idle"] / 0.02, 1.0, at_most=True,
+            note=f"uvloop, {SECONDS:.0f} s, with watchdog and guardian"),
+        Row(f"{title}: resident memory / 150 MiB", f"{found['memory'] / MIB:.0f} MiB", "150 MiB",
+            found["memory"] / MIB / 150, 1.0, at_most=True, note="VmRSS without the guardian"),
+        Row(f"{title}: descriptors of the process", str(found["descriptors"]), "-", None, None),
+    )  # fmt: skip
+    if urlsplit(url).port is not None:
+        report(
+            Row(f"{title}: connections to the server / 100", str(found["connections"]), "100", found["connections"] / 100,
+                1.0, at_most=True)
+        )  # fmt: skip
+
+
+def main() -> None:
+    if "--measure" in sys.argv:
+        url, count = sys.argv[2:4]
+        print(json.dumps(on_uvloop(measure, url, int(count))))
+        return
+    words = [word for word in sys.argv[1:] if not word.startswith("-") and "://" not in word]
+    count = next((int(word) for word in words if word.isdigit()), COUNT)
+    kinds = [word for word in words if not word.isdigit()] or list(KINDS)
+    if unknown := set(kinds) - set(KINDS):
+        raise SystemExit(f"no kind of mailbox is {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}")
+    for kind in kinds:
+        report_kind(kind, count)
+
+
+if __name__ == "__main__":
+    main()
