@@ -1,8 +1,8 @@
 """The server mailboxes beside their peers: who takes part, how their rounds are run, and what becomes of the figures.
 
 Each contender has a script in ``peers`` (see ``peers/harness.py``), which its own interpreter runs. All of them talk to the
-same server, which is emptied before each run; rounds go through all contenders in turn, so that a machine whose speed
-drifts is the same to all.
+same server, which is emptied before each run; rounds go through all contenders in turn, each time from another one on, so
+that a machine whose speed drifts is the same to all.
 """
 
 from __future__ import annotations
@@ -16,7 +16,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common import HERE, Row, median, paired_ratio, peer, per_second, quick, report
+from common import (
+    HERE,
+    beside,
+    costs,
+    in_turns,
+    mebibytes,
+    median,
+    microseconds,
+    milliseconds,
+    missing,
+    peer,
+    per_second,
+    quick,
+    report,
+    rotated,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -96,7 +111,7 @@ class Comparison:
                 contender.concurrency = choices[len(choices) // 2]
                 return True
         why = self.failures.get(contender.name, "not installable here")
-        report(Row(f"{self.server}: {contender.name} takes no part", "-", why, None, None))
+        report(missing(f"{self.server}: {contender.name} takes no part", why))
         return False
 
     def run(
@@ -130,6 +145,13 @@ class Comparison:
             return None
         return json.loads(line)
 
+    def figure(self, contender: Contender, verb: str, count: int, which: str, **options: Any) -> float:
+        """One figure of a run that must not fail."""
+        result = self.run(contender, verb, count, **options)
+        if result is None:
+            raise SystemExit(f"{self.server}: {verb}: {contender.name} failed: {self.failures[contender.name]}")
+        return float(result[which])
+
     # ---------------------------------------------------------------------------------------------------- the figures
 
     def taking_part(self, verb: str) -> list[Contender]:
@@ -149,99 +171,101 @@ class Comparison:
             known = {choice: result["rate"] for choice, result in speeds.items() if result is not None}
             contender.concurrency = max(known, key=lambda choice: known[choice], default=contender.concurrency)
 
-    def rates(self, verb: str) -> dict[str, list[float]]:
-        """The rates of each contender, round by round; one that fails is left out of it, and a row says why."""
+    def results(self, verb: str, rounds: int, counts: dict[str, int]) -> dict[str, list[Any]]:
+        """What each contender says in each round; one that fails is left out of it, and a row says why."""
         field_ = self.taking_part(verb)
-        for contender in field_:
-            rough = self.run(contender, verb, TRIAL)
-            contender.counts[verb] = _count(verb, rough["rate"]) if rough is not None else 0
-        rates: dict[str, list[float]] = {contender.name: [] for contender in field_ if contender.counts[verb]}
-        for _ in range(ROUNDS):
-            for contender in field_:
-                result = self.run(contender, verb, contender.counts[verb]) if contender.name in rates else None
+        results: dict[str, list[Any]] = {contender.name: [] for contender in field_}
+        for number in range(rounds):
+            for contender in rotated(field_, number):
+                count = counts.get(contender.name)
+                result = self.run(contender, verb, count) if count else None
                 if result is not None:
-                    rates[contender.name].append(result["rate"])
-        self._tell_failures(verb, field_, rates)
-        return {name: some for name, some in rates.items() if len(some) == ROUNDS}
+                    results[contender.name].append(result)
+        for contender in field_:
+            if not results[contender.name]:
+                report(
+                    missing(f"{self.server}: {verb}: {contender.name} failed", self.failures.get(contender.name, ""))
+                )
+        return {name: some for name, some in results.items() if len(some) == rounds}
 
-    def report_rate(self, verb: str, goal: float) -> list[float]:
-        """The row of ours beside the fastest peer, the others in its note; the rates of ours."""
-        rates = self.rates(verb)
-        mine = rates.pop(self.ours.name, [])
-        ranking = sorted(rates, key=lambda name: -median(rates[name]))
+    def rates(self, verb: str) -> dict[str, list[float]]:
+        """The rates of each contender, round by round."""
+        counts = {}
+        for contender in self.taking_part(verb):
+            rough = self.run(contender, verb, TRIAL)
+            if rough is not None:
+                counts[contender.name] = _count(verb, rough["rate"])
+        return {name: [one["rate"] for one in some] for name, some in self.results(verb, ROUNDS, counts).items()}
+
+    def report_best(
+        self,
+        what: str,
+        figures: dict[str, list[float]],
+        goal: float | None,
+        show: Callable[[float], str],
+        note: Callable[[str], str],
+        *,
+        at_most: bool = False,
+    ) -> None:
+        """The row of ours beside the best peer's, the others' in what it says; ``note`` says how the best was run."""
+        mine = figures.get(self.ours.name, [])
+        theirs = {name: some for name, some in figures.items() if name != self.ours.name}
+        ranking = sorted(theirs, key=lambda name: median(theirs[name]), reverse=not at_most)
         if not mine or not ranking:
-            return mine
-        best, rest = ranking[0], ranking[1:]
-        note = f"{self._settings(best, verb)}; ours: {self._settings(self.ours.name, verb)}"
-        if rest:
-            note += "; others: " + ", ".join(f"{name} {per_second(median(rates[name]))}" for name in rest)
-        report(Row(f"{self.server}: {WHAT[verb]} / {self._named(best).title}", per_second(median(mine)),
-                   per_second(median(rates[best])), paired_ratio(mine, rates[best]), goal, note=note))  # fmt: skip
-        return mine
+            return
+        how = note(ranking[0])
+        if others := ", ".join(f"{name} {show(median(theirs[name]))}" for name in ranking[1:]):
+            how += f"; others: {others}"
+        title = f"{self.server}: {what} / {self._named(ranking[0]).title}"
+        report(beside(title, mine, theirs[ranking[0]], goal, show, at_most=at_most, note=how))
+
+    def report_rate(self, verb: str, goal: float) -> None:
+        """The row of ours beside the fastest peer."""
+
+        def note(best: str) -> str:
+            return f"{self._settings(best, verb)}; ours: {self._settings(self.ours.name, verb)}"
+
+        self.report_best(WHAT[verb], self.rates(verb), goal, per_second, note)
 
     def report_pickup(self) -> None:
         """The rows of the times from a send to its handler: the median beside the lowest, and the 99th percentile."""
-        field_ = self.taking_part("pickup")
-        times: dict[str, list[dict[str, float]]] = {contender.name: [] for contender in field_}
-        for _ in range(min(ROUNDS, 3)):
-            for contender in field_:
-                result = self.run(contender, "pickup", PICKUPS)
-                if result is not None:
-                    times[contender.name].append(result)
-        self._tell_failures("pickup", field_, times)
+        counts = {contender.name: PICKUPS for contender in self.taking_part("pickup")}
+        times = self.results("pickup", min(ROUNDS, 3), counts)
         for which in ("p50", "p99"):
-            values = {name: [one[which] for one in some] for name, some in times.items() if len(some) == min(ROUNDS, 3)}
-            mine = values.pop(self.ours.name, [])
-            ranking = sorted(values, key=lambda name: median(values[name]))
-            if not mine or not ranking:
-                return
-            best, rest = ranking[0], ranking[1:]
-            others = ", ".join(f"{name} {_ms(median(values[name]))}" for name in rest)
-            report(Row(f"{self.server}: pickup by an idle worker, {which} / {self._named(best).title}", _ms(median(mine)),
-                       _ms(median(values[best])), paired_ratio(mine, values[best]), 1.0, at_most=True,
-                       note=f"a send every 20 ms; others: {others}"))  # fmt: skip
+            figures = {name: [one[which] for one in some] for name, some in times.items()}
+            self.report_best(f"pickup by an idle worker, {which}", figures, 1.0, milliseconds, lambda _: "a send every 20 ms",
+                             at_most=True)  # fmt: skip
 
     def report_bare(self, bare: Contender, goal: float, what: str) -> None:
         """The row of our drain beside a loop that does nothing but claim and acknowledge."""
         if not self._ready(bare):
             return
-        mine, theirs = [], []
-        for _ in range(ROUNDS):
-            for contender, rates in ((self.ours, mine), (bare, theirs)):
-                result = self.run(contender, "drain", 10_000 if quick() else 100_000)
-                if result is not None:
-                    rates.append(result["rate"])
-        if len(mine) == len(theirs) == ROUNDS:
-            note = f"{bare.about['note']}; ours: {self._settings(self.ours.name, 'drain')}"
-            report(Row(f"{self.server}: drain / {what}", per_second(median(mine)), per_second(median(theirs)),
-                       paired_ratio(mine, theirs), goal, note=note))  # fmt: skip
+        count = 10_000 if quick() else 100_000
+        mine, theirs = in_turns(
+            ROUNDS,
+            *[lambda each=contender: self.figure(each, "drain", count, "rate") for contender in (self.ours, bare)],
+        )
+        note = f"{bare.about['note']}; ours: {self._settings(self.ours.name, 'drain')}"
+        report(beside(f"{self.server}: drain / {what}", mine, theirs, goal, per_second, note=note))
 
     def report_flatness(self, goal: float) -> None:
         """The same messages taken from the front of a short queue and of a long one."""
-        small, large = [], []
-        for _ in range(1 if quick() else 3):
-            for behind, rates in ((1_000, small), (PENDING, large)):
-                result = self.run(self.ours, "drain", TAKEN, behind=behind, patience=LONG)
-                if result is not None:
-                    rates.append(result["rate"])
-        if small and len(small) == len(large):
-            report(Row(f"{self.server}: cost per message at {PENDING:,} pending / at 1,000", per_second(median(large)),
-                       per_second(median(small)), paired_ratio(small, large), goal, at_most=True,
-                       note=f"{TAKEN:,} messages drained"))  # fmt: skip
+        small, large = in_turns(
+            1 if quick() else 3,
+            *[
+                lambda each=behind: self.figure(self.ours, "drain", TAKEN, "rate", behind=each, patience=LONG)
+                for behind in (1_000, PENDING)
+            ],
+        )
+        report(beside(f"{self.server}: cost per message at {PENDING:,} pending / at 1,000", costs(large), costs(small), goal,
+                      microseconds, at_most=True, note=f"{TAKEN:,} messages drained"))  # fmt: skip
 
     def report_memory(self, goal: float) -> None:
         """The resident memory of a worker, early and late."""
         result = self.run(self.ours, "memory", MEMORY, patience=LONG)
         if result is not None:
-            early, late = result["early"], result["late"]
-            report(Row(f"{self.server}: memory of a worker after {MEMORY:,} messages / after a tenth of them", _mib(late),
-                       _mib(early), late / early, goal, at_most=True))  # fmt: skip
-
-    def _tell_failures(self, verb: str, field_: list[Contender], results: dict[str, Any]) -> None:
-        for contender in field_:
-            if not results.get(contender.name):
-                why = self.failures.get(contender.name, "")
-                report(Row(f"{self.server}: {verb}: {contender.name} failed", "-", why, None, None))
+            what = f"memory of a worker after {MEMORY:,} messages / after a tenth of them"
+            report(beside(f"{self.server}: {what}", [result["late"]], [result["early"]], goal, mebibytes, at_most=True))
 
     def _named(self, name: str) -> Contender:
         return next(contender for contender in [self.ours, *self.peers] if contender.name == name)
@@ -257,14 +281,6 @@ class Comparison:
 def _count(verb: str, speed: float) -> int:
     """How many messages take about ``SECONDS``, in whole thousands."""
     return max(TRIAL, min(int(speed * SECONDS) // TRIAL * TRIAL, MOST))
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:.1f} MiB"
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.2f} ms"
 
 
 def kill_session(process: subprocess.Popen[str]) -> None:

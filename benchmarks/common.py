@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import platform
@@ -10,7 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,19 +24,35 @@ HERE = Path(__file__).parent
 PEERS = HERE.parent / ".venv-peers"
 BODY = "x" * 100
 """A body of 100 bytes."""
+MIB = 1024 * 1024
+
+NOT_TO_BE_QUOTED = (
+    "--quick: small counts and few rounds, to see that the benchmarks run. These figures are not to be quoted."
+)
 
 
 @dataclass
 class Row:
-    """One figure. ``ratio`` is compared with ``goal``: at least it, or at most where ``at_most``."""
+    """One figure. ``ratios`` has one for each round; their median is compared with ``goal``: at least it, or at most it."""
 
     name: str
     ours: str
     other: str
-    ratio: float | None
-    goal: float | None
+    ratios: list[float] = field(default_factory=list)
+    goal: float | None = None
     at_most: bool = False
     note: str = ""
+
+    @property
+    def ratio(self) -> float | None:
+        return median(self.ratios) if self.ratios else None
+
+    @property
+    def spread(self) -> str:
+        """The smallest and the largest ratio of the rounds."""
+        if len(self.ratios) < 2:
+            return "one run" if self.ratios else ""
+        return f"{min(self.ratios):.2f} to {max(self.ratios):.2f}, {len(self.ratios)} rounds"
 
     @property
     def ok(self) -> bool | None:
@@ -44,10 +61,55 @@ class Row:
         return self.ratio <= self.goal if self.at_most else self.ratio >= self.goal
 
 
+def beside(
+    name: str,
+    ours: list[float],
+    theirs: list[float] | float,
+    goal: float | None,
+    show: Callable[[float], str],
+    *,
+    at_most: bool = False,
+    note: str = "",
+) -> Row:
+    """The row of two figures a round, or of one beside a fixed figure. A ratio is ours by theirs of the same round.
+
+    So it holds where the machine's speed drifts. ``show`` makes a figure readable; the row has the medians of both.
+    """
+    others = theirs if isinstance(theirs, list) else [theirs] * len(ours)
+    ratios = [a / b for a, b in zip(ours, others, strict=True)]
+    return Row(name, show(median(ours)), show(median(others)), ratios, goal, at_most, note)
+
+
+def missing(name: str, why: str) -> Row:
+    """The row of what could not be measured here."""
+    return Row(name, "-", why)
+
+
 def report(*rows: Row) -> None:
-    """Hand the rows to whoever started this script: a line of JSON each."""
+    """Print the rows for the program that started this script: a line of JSON each."""
+    if quick() and not _said:
+        _said.append(NOT_TO_BE_QUOTED)
+        print(NOT_TO_BE_QUOTED)
+        atexit.register(print, NOT_TO_BE_QUOTED)
     for row in rows:
         print(json.dumps(asdict(row)), flush=True)
+
+
+_said: list[str] = []
+
+
+def in_turns(rounds: int, *runs: Callable[[], float]) -> list[list[float]]:
+    """The figures of each run, one a round. All take part in each round, and which is the first changes with it."""
+    figures: list[list[float]] = [[] for _ in runs]
+    for number in range(rounds):
+        for which in rotated(list(range(len(runs))), number):
+            figures[which].append(runs[which]())
+    return figures
+
+
+def rotated(things: list[Any], by: int) -> list[Any]:
+    at = by % len(things) if things else 0
+    return things[at:] + things[:at]
 
 
 def machine() -> str:
@@ -78,9 +140,21 @@ def median(values: list[float]) -> float:
     return statistics.median(values)
 
 
-def paired_ratio(ours: list[float], theirs: list[float]) -> float:
-    """The median of the ratios round by round, which holds where the machine's speed drifts."""
-    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+def milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms" if seconds < 0.1 else f"{seconds * 1e3:.0f} ms"
+
+
+def microseconds(seconds: float) -> str:
+    return f"{seconds * 1e6:.1f} µs"
+
+
+def mebibytes(size: float) -> str:
+    return f"{size / MIB:.1f} MiB"
+
+
+def costs(rates: list[float]) -> list[float]:
+    """Seconds for each message, of messages a second."""
+    return [1 / one for one in rates]
 
 
 def quick() -> bool:

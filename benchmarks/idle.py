@@ -14,13 +14,12 @@ from pathlib import Path
 
 import anyio
 
-from common import HERE, Row, on_uvloop, quick, report
+from common import HERE, MIB, Row, on_uvloop, quick, report
 from mainspring import LoopGroup, MainLoop, open_mailbox
 
 LOOPS = 1_000
 SECONDS = 5.0 if quick() else 35.0
 """Long enough for each loop to begin a new long poll of 30 s."""
-MIB = 1024 * 1024
 
 SLEEPER = """
 import importlib, json, sys, time
@@ -109,10 +108,10 @@ def memory() -> list[Row]:
     extra = (ours - theirs) / MIB
     rows = [
         Row("idle service: resident memory above its imports / 10 MiB", f"{ours / MIB:.1f} MiB", f"{theirs / MIB:.1f} MiB",
-            extra / 10, 1.0, at_most=True, note=f"{extra:+.1f} MiB, {len(names)} modules, VmRSS")
+            [extra / 10], 1.0, at_most=True, note=f"{extra:+.1f} MiB, {len(names)} modules, VmRSS")
     ]  # fmt: skip
     rows += [
-        Row("guardian: resident memory / 12 MiB", f"{size / MIB:.1f} MiB", "12 MiB", size / MIB / 12, 1.0, at_most=True,
+        Row("guardian: resident memory / 12 MiB", f"{size / MIB:.1f} MiB", "12 MiB", [size / MIB / 12], 1.0, at_most=True,
             note="VmRSS")
         for size in guardians
     ]  # fmt: skip
@@ -124,7 +123,7 @@ def main() -> None:
         for label, url in (("memory", "memory://idle-"), ("SQLite", f"sqlite:///{name}/idle.db?name=q")):
             share = on_uvloop(waiting_loops, url)
             report(
-                Row(f"idle: {LOOPS:,} loops waiting on {label} / 2 % of a core", f"{share:.2%}", "2 %", share / 0.02, 1.0,
+                Row(f"idle: {LOOPS:,} loops waiting on {label} / 2 % of a core", f"{share:.2%}", "2 %", [share / 0.02], 1.0,
                     at_most=True, note=f"uvloop, {SECONDS:.0f} s, one mailbox each, with watchdog and guardian")
             )  # fmt: skip
     report(*memory())

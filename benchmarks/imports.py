@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from common import Row, median, paired_ratio, peer, quick, report, version
+from common import beside, milliseconds, missing, peer, quick, report, rotated, version
 
 ROUNDS = 5 if quick() else 25
 NAMES = "from mainspring import LoopGroup, MainLoop, open_mailbox"
@@ -55,19 +55,15 @@ def above_bare(programs: dict[str, tuple[Path, str]]) -> dict[str, list[float]]:
     with TemporaryDirectory() as directory:
         for number in range(ROUNDS + 1):  # the first leaves the bytecode behind, and does not count
             bare = {python: seconds(python, "", Path(directory)) for python in pythons}
-            for name, (python, code) in programs.items():
+            for name, (python, code) in rotated(list(programs.items()), number):
                 taken[name].append(seconds(python, code, Path(directory, f"{number}.db")) - bare[python])
     return {name: values[1:] for name, values in taken.items()}
-
-
-def shown(values: list[float]) -> str:
-    return f"{median(values) * 1e3:.0f} ms"
 
 
 def spread(ours: list[float], theirs: list[float]) -> str:
     low, _, high = statistics.quantiles([a / b for a, b in zip(ours, theirs, strict=True)], n=4)
     least = f"least {min(ours) * 1e3:.0f} and {min(theirs) * 1e3:.0f} ms"
-    return f"half of {ROUNDS} ratios within {low:.2f} and {high:.2f}; {least}"
+    return f"half of the ratios within {low:.2f} and {high:.2f}; {least}"
 
 
 def main() -> None:
@@ -77,19 +73,18 @@ def main() -> None:
         programs |= {"saq": (python, SAQ), "saq queue": (python, SAQ_QUEUE)}
     taken = above_bare(programs)
     report(
-        Row("import, and use of a SQLite mailbox / 120 ms", shown(taken["used"]), "120 ms", median(taken["used"]) / 0.12, 1.0,
-            at_most=True, note=f"median of {ROUNDS}, least {min(taken['used']) * 1e3:.0f} ms")
+        beside("import, and use of a SQLite mailbox / 120 ms", taken["used"], 0.12, 1.0, milliseconds, at_most=True,
+               note=f"least {min(taken['used']) * 1e3:.0f} ms")
     )  # fmt: skip
     if python is None:
-        report(Row("import / SAQ's import", shown(taken["names"]), "not installable here", None, None))
+        report(missing("import / SAQ's import", "not installable here"))
         return
     for what, ours in (("import", "names"), ("import, and use of a SQLite mailbox", "used")):
         for other, theirs in (("import", "saq"), ("import, and making of a queue", "saq queue")):
             goal = 0.6 if (ours, theirs) == ("names", "saq queue") else None
             report(
-                Row(f"{what} / SAQ's {other}", shown(taken[ours]), shown(taken[theirs]),
-                    paired_ratio(taken[ours], taken[theirs]), goal, at_most=True,
-                    note=f"saq {version(python, 'saq')}; {spread(taken[ours], taken[theirs])}")
+                beside(f"{what} / SAQ's {other}", taken[ours], taken[theirs], goal, milliseconds, at_most=True,
+                       note=f"saq {version(python, 'saq')}; {spread(taken[ours], taken[theirs])}")
             )  # fmt: skip
 
 

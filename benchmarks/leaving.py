@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from common import HERE, Row, median, paired_ratio, peer, quick, report, version
+from common import HERE, Row, beside, in_turns, median, milliseconds, peer, quick, report, version
 
 ROUNDS = 5 if quick() else 15
 REDIS = os.environ.get("MAINSPRING_REDIS_URL", "redis://127.0.0.1:6379")
@@ -60,29 +60,21 @@ def redis_answers() -> bool:
 def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        healthy = [ours(folder, health=True) for _ in range(ROUNDS)]
-        report(
-            Row("SIGTERM to exit, idle, with health server / 150 ms", f"{median(healthy) * 1e3:.0f} ms", "150 ms",
-                median(healthy) / 0.15, 1.0, at_most=True, note=f"median of {ROUNDS}, slowest {max(healthy) * 1e3:.0f} ms")
-        )  # fmt: skip
-        python = peer("arq", "arq")
-        if python is None or not redis_answers():
-            plain = [ours(folder, health=False) for _ in range(ROUNDS)]
-            report(
-                Row(
-                    "SIGTERM to exit, idle / arq", f"{median(plain) * 1e3:.0f} ms", "arq or Redis is missing", None, 1.0
-                )
-            )
-            return
-        plain, theirs = [], []
-        for _ in range(ROUNDS):
+        python = peer("arq", "arq") if redis_answers() else None
+        runs = [lambda: ours(folder, health=True), lambda: ours(folder, health=False)]
+        if python is not None:
             command = [str(python.with_name("arq")), "arq_worker.WorkerSettings"]
-            theirs.append(leave(command, {"BENCH_REDIS": REDIS}, "redis_version"))
-            plain.append(ours(folder, health=False))
+            runs.append(lambda: leave(command, {"BENCH_REDIS": REDIS}, "redis_version"))
+        healthy, plain, *theirs = in_turns(ROUNDS, *runs)
         report(
-            Row("SIGTERM to exit, idle / arq", f"{median(plain) * 1e3:.0f} ms", f"{median(theirs) * 1e3:.0f} ms",
-                paired_ratio(plain, theirs), 1.0, at_most=True, note=f"arq {version(python, 'arq')}, median of {ROUNDS}")
+            beside("SIGTERM to exit, idle, with health server / 150 ms", healthy, 0.15, 1.0, milliseconds, at_most=True,
+                   note=f"slowest {milliseconds(max(healthy))}")
         )  # fmt: skip
+        if python is None:
+            report(Row("SIGTERM to exit, idle / arq", milliseconds(median(plain)), "arq or Redis is missing"))
+            return
+        note = f"arq {version(python, 'arq')}"
+        report(beside("SIGTERM to exit, idle / arq", plain, theirs[0], 1.0, milliseconds, at_most=True, note=note))
 
 
 if __name__ == "__main__":

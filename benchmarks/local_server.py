@@ -67,7 +67,7 @@ def _named(kind: Kind, url: str) -> Iterator[str]:
             f"{kind.variable}: {where} has {there}, and each run would delete all of it: say --flush if it may go, or"
             f" leave the variable unset, then {kind.program} is started for the benchmark"
         )
-    report(Row(f"{kind.title}: on the server {where}, with the settings it has", "-", "-", None, None))
+    report(Row(f"{kind.title}: on the server {where}, with the settings it has", "-", "-"))
     try:
         yield url
     finally:
@@ -79,7 +79,7 @@ def _own(kind: Kind) -> Iterator[str | None]:
     binary = shutil.which(kind.program)
     if binary is None:
         missing = f"{kind.title}: no {kind.program} here (apt install {kind.program}), and no {kind.variable}"
-        report(Row(missing, "-", "-", None, None))
+        report(Row(missing, "-", "-"))
         yield None
         return
     port = free_port()

@@ -7,7 +7,7 @@ import time
 
 import anyio
 
-from common import BODY, Row, median, on_uvloop, paired_ratio, per_second, quick, rate, report
+from common import BODY, beside, in_turns, on_uvloop, per_second, quick, rate, report
 from mainspring import InMemoryMailbox, LoopGroup, MainLoop
 
 COUNT = 50_000 if quick() else 200_000
@@ -57,25 +57,17 @@ async def full_path(*, serialize: bool) -> float:
         return rate(COUNT, began)
 
 
-async def main() -> None:
-    objects, json, bare = [], [], []
-    for _ in range(ROUNDS):
-        bare.append(await bare_stream())
-        objects.append(await full_path(serialize=False))
-        json.append(await full_path(serialize=True))
-    note = f"concurrency 100, uvloop, {COUNT:,} messages, median of {ROUNDS} rounds"
+def main() -> None:
+    bare, objects, json = in_turns(
+        ROUNDS,
+        lambda: on_uvloop(bare_stream),
+        lambda: on_uvloop(lambda: full_path(serialize=False)),
+        lambda: on_uvloop(lambda: full_path(serialize=True)),
+    )
+    note = f"concurrency 100, uvloop, {COUNT:,} messages"
     for what, ours, goal in (("serialize=False", objects, 0.5), ("bodies through JSON", json, None)):
-        report(
-            Row(
-                f"memory: full path, {what} / bare anyio stream",
-                per_second(median(ours)),
-                per_second(median(bare)),
-                paired_ratio(ours, bare),
-                goal,
-                note=note,
-            )
-        )
+        report(beside(f"memory: full path, {what} / bare anyio stream", ours, bare, goal, per_second, note=note))
 
 
 if __name__ == "__main__":
-    on_uvloop(main)
+    main()

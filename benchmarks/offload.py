@@ -10,7 +10,7 @@ from pathlib import Path
 import anyio
 from anyio import to_thread
 
-from common import Row, machine, median, on_uvloop, paired_ratio, quick, report
+from common import Row, beside, machine, median, microseconds, on_uvloop, quick, report
 from mainspring import OffloadPool
 
 ROUNDS = 40 if quick() else 200
@@ -29,11 +29,11 @@ def work() -> None:
 
 
 async def calls(call: object, count: int) -> float:
-    """Microseconds a call."""
+    """Seconds a call."""
     began = time.perf_counter()
     for _ in range(count):
         await call(work)  # type: ignore[operator]
-    return (time.perf_counter() - began) / count * 1e6
+    return (time.perf_counter() - began) / count
 
 
 async def beside_anyio() -> tuple[list[float], list[float], list[float]]:
@@ -90,15 +90,14 @@ def main() -> None:
     for name, run in (("asyncio", anyio.run), ("uvloop", on_uvloop)):
         ours, theirs, timed = run(beside_anyio)
         report(
-            Row(f"a call in a thread, {name} / anyio.to_thread", f"{median(ours):.1f} µs", f"{median(theirs):.1f} µs",
-                paired_ratio(ours, theirs), 1.2, at_most=True,
-                note=f"median of {ROUNDS} rounds of {CALLS:,} calls; with a timeout {median(timed):.1f} µs"),
+            beside(f"a call in a thread, {name} / anyio.to_thread", ours, theirs, 1.2, microseconds, at_most=True,
+                   note=f"rounds of {CALLS:,} calls; with a timeout {microseconds(median(timed))}"),
         )  # fmt: skip
-    report(Row("a call in a process, asyncio", f"{median(anyio.run(in_processes)):.0f} µs", "-", None, None))
+    report(Row("a call in a process, asyncio", microseconds(median(anyio.run(in_processes))), "-"))
     grown, descriptors = on_uvloop(many)  # the quickest, as there are so many
     report(
         Row(f"memory grown by over {MANY:,} calls, MiB / {GROWTH:g}", f"{grown:.2f} MiB", f"{GROWTH:g} MiB",
-            grown / GROWTH, 1.0, at_most=True, note=f"{descriptors} more descriptors; after {WARM:,} calls to warm up"),
+            [grown / GROWTH], 1.0, at_most=True, note=f"{descriptors} more descriptors; after {WARM:,} calls to warm up"),
     )  # fmt: skip
 
 

@@ -17,9 +17,9 @@ import tempfile
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from common import HERE, Row, median, paired_ratio, quick, report
+from common import HERE, Row, median, quick, report
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -100,7 +100,7 @@ def store(name: str) -> Iterator[tuple[str, Callable[[], None]] | None]:
             yield None if there is None else (local_server.with_name(there), lambda: kind.empty(there))
 
 
-def measure(tree: Path, command: list[str], figure: str) -> float:
+def measure(tree: Path, command: list[str], figure: str) -> Any:
     """The figure that one run of ``command`` gives with the sources of ``tree``."""
     run = subprocess.run(
         [sys.executable, *command],
@@ -110,7 +110,7 @@ def measure(tree: Path, command: list[str], figure: str) -> float:
         check=True,
         timeout=PATIENCE,
     )
-    return float(json.loads(next(line for line in reversed(run.stdout.splitlines()) if line.startswith("{")))[figure])
+    return json.loads(next(line for line in reversed(run.stdout.splitlines()) if line.startswith("{")))[figure]
 
 
 def row(name: str, case: Case, run: Callable[[Path], float], trees: tuple[Path, Path]) -> Row:
@@ -120,16 +120,10 @@ def row(name: str, case: Case, run: Callable[[Path], float], trees: tuple[Path, 
         for tree in trees if number % 2 else trees[::-1]:
             figures[tree].append(run(tree))
     now, before = (figures[tree] for tree in trees)
-    ratio = paired_ratio(before, now) if case.less_is_better else paired_ratio(now, before)
-    spread = sorted(b / a if case.less_is_better else a / b for a, b in zip(now, before, strict=True))
-    return Row(
-        f"{name}: {case.verb}, this code / the revision",
-        f"{median(now):,.4g}",
-        f"{median(before):,.4g}",
-        ratio,
-        GOAL,
-        note=f"median of {ROUNDS} rounds in turns, {spread[0]:.2f} to {spread[-1]:.2f}",
-    )
+    better, worse = (before, now) if case.less_is_better else (now, before)
+    ratios = [a / b for a, b in zip(better, worse, strict=True)]
+    what = f"{name}: {case.verb}, this code / the revision"
+    return Row(what, f"{median(now):,.4g}", f"{median(before):,.4g}", ratios, GOAL)
 
 
 def main() -> int:
@@ -143,7 +137,12 @@ def main() -> int:
         if "memory" in names:
             case = Case("full path", 0)
             report(
-                row("memory", case, lambda tree: measure(tree, [str(HERE / "memory.py"), "--quick"], "ratio"), trees)
+                row(
+                    "memory",
+                    case,
+                    lambda tree: median(measure(tree, [str(HERE / "memory.py"), "--quick"], "ratios")),
+                    trees,
+                )
             )
         for name in names:
             for case in CASES.get(name, ()):

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common import Row, median, paired_ratio, per_second, quick, rate, report
+from common import Row, beside, in_turns, per_second, quick, rate, report
 from mainspring import LoopThread
 
 if TYPE_CHECKING:
@@ -96,23 +96,18 @@ def rows(thread: LoopThread, loop: asyncio.AbstractEventLoop, name: str) -> list
     def call_soon() -> object:
         return loop.call_soon_threadsafe(no_op)
 
-    posts, submits, coroutines, calls = [], [], [], []
-    for _ in range(ROUNDS):
-        coroutines.append(from_threads(run_coroutine, last_coroutine))
-        posts.append(from_threads(lambda: thread.post(no_op), lambda done: thread.post(done.set)))
-        calls.append(from_threads(call_soon, lambda done: loop.call_soon_threadsafe(done.set)))
-        submits.append(from_threads(lambda: thread.submit(async_no_op), lambda done: thread.submit(tell, done)))
-    note = f"{name}, {THREADS} threads with {EACH:,} calls each, median of {ROUNDS} rounds"
-
-    def row(what: str, ours: list[float], theirs: list[float], goal: float | None = None) -> Row:
-        return Row(
-            what, per_second(median(ours)), per_second(median(theirs)), paired_ratio(ours, theirs), goal, note=note
-        )
-
+    coroutines, posts, calls, submits = in_turns(
+        ROUNDS,
+        lambda: from_threads(run_coroutine, last_coroutine),
+        lambda: from_threads(lambda: thread.post(no_op), lambda done: thread.post(done.set)),
+        lambda: from_threads(call_soon, lambda done: loop.call_soon_threadsafe(done.set)),
+        lambda: from_threads(lambda: thread.submit(async_no_op), lambda done: thread.submit(tell, done)),
+    )
+    note = f"{name}, {THREADS} threads with {EACH:,} calls each"
     return [
-        row("post() / asyncio.run_coroutine_threadsafe", posts, coroutines, 5),
-        row("post() / loop.call_soon_threadsafe", posts, calls),
-        row("submit() / asyncio.run_coroutine_threadsafe", submits, coroutines),
+        beside("post() / asyncio.run_coroutine_threadsafe", posts, coroutines, 5, per_second, note=note),
+        beside("post() / loop.call_soon_threadsafe", posts, calls, None, per_second, note=note),
+        beside("submit() / asyncio.run_coroutine_threadsafe", submits, coroutines, None, per_second, note=note),
     ]
 
 
@@ -130,7 +125,7 @@ def main() -> None:
                     f"memory that {MANY:,} posts leave behind",
                     f"{mebibytes:.2f} MiB, {blocks:,} blocks",
                     "1 MiB",
-                    mebibytes,
+                    [mebibytes],
                     1,
                     at_most=True,
                     note=name,

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import psycopg
 
 from brokers import Comparison, Contender
-from common import Row, report
+from common import missing, report
 from redelivery import report_redelivery
 
 DEFAULT = os.environ.get("MAINSPRING_POSTGRES_URL", "postgresql://postgres@127.0.0.1:5432/postgres")
@@ -47,7 +47,7 @@ def main() -> int:
     try:
         renew()
     except psycopg.Error as error:
-        report(Row("PostgreSQL: no server to measure on", "-", " ".join(str(error).split())[:120], None, None))
+        report(missing("PostgreSQL: no server to measure on", " ".join(str(error).split())[:120]))
         return 0
     try:
         comparison = Comparison("PostgreSQL", url, renew, list(PEERS))

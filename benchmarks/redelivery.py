@@ -90,8 +90,8 @@ def report_redelivery(server: str, url: str) -> None:
     note = f"{len(late)} messages of one worker of two, real processes"
     report(
         Row(f"{what}: earliest, from the claim / the lease", f"{VISIBILITY + min(late):.3f} s", f"{VISIBILITY:g} s",
-            (VISIBILITY + min(late)) / VISIBILITY, 1.0, note=note),
-        Row(f"{what}: latest, from the lease's end / 1 s", f"{max(late):.3f} s", "1 s", max(late), 1.0, at_most=True,
+            [(VISIBILITY + min(late)) / VISIBILITY], 1.0, note=note),
+        Row(f"{what}: latest, from the lease's end / 1 s", f"{max(late):.3f} s", "1 s", [max(late)], 1.0, at_most=True,
             note=note),
     )  # fmt: skip
 

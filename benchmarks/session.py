@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import anyio
 
-from common import Row, median, on_uvloop, per_second, quick, rate, report
+from common import Row, beside, median, on_uvloop, per_second, quick, rate, report
 from mainspring import Session
 from mainspring.state.session import append, replace_latest, upsert_by
 
@@ -87,8 +87,8 @@ async def in_memory() -> None:
     ):
         rates = [await way(Session(Where), EVENTS) for _ in range(ROUNDS)]
         report(
-            Row(f"Session.dispatch, {name}", per_second(median(rates)), per_second(GOAL), median(rates) / GOAL, 1.0,
-                note=f"uvloop, replace_latest, median of {ROUNDS} rounds of {EVENTS:,}")
+            beside(f"Session.dispatch, {name}", rates, GOAL, 1.0, per_second,
+                   note=f"uvloop, replace_latest, rounds of {EVENTS:,}")
         )  # fmt: skip
 
 
@@ -106,7 +106,7 @@ async def kept() -> None:
                     await session.dispatch(Moved(number, 1))
                 rates.append(rate(count, began))
             report(
-                Row(f"Session.dispatch, {name} with {size:,} items", per_second(median(rates)), "-", None, None,
+                Row(f"Session.dispatch, {name} with {size:,} items", per_second(median(rates)), "-",
                     note=f"uvloop, median of {ROUNDS} rounds of {count:,}"
                     + (", from that size on" if name == "append" else ", of the one in the middle"))
             )  # fmt: skip
@@ -121,9 +121,9 @@ async def flat() -> None:
     grown = resident() - before
     assert session.seq == MANY
     report(
-        Row(f"growth over {MANY:,} dispatches", f"{grown:.2f} MiB", "1 MiB", max(grown, 0.0), 1.0, at_most=True,
+        Row(f"growth over {MANY:,} dispatches", f"{grown:.2f} MiB", "1 MiB", [max(grown, 0.0)], 1.0, at_most=True,
             note="resident memory from the end of the first tenth, replace_latest"),
-        Row("its last tenth / its first", per_second(rates[-1]), per_second(first), rates[-1] / first, None),
+        Row("its last tenth / its first", per_second(rates[-1]), per_second(first), [rates[-1] / first]),
     )  # fmt: skip
 
 
@@ -138,9 +138,9 @@ async def journaled() -> None:
             async with Session.open(Where, journal=journal) as session:
                 opened = rate(session.seq, began)
         report(
-            Row(f"{kind} journal, {TASKS} tasks / one", per_second(together), per_second(alone), together / alone, None,
+            Row(f"{kind} journal, {TASKS} tasks / one", per_second(together), per_second(alone), [together / alone],
                 note="each dispatch returns once its event is on the disk"),
-            Row(f"{kind} journal, events read when it is opened", per_second(opened), "-", None, None),
+            Row(f"{kind} journal, events read when it is opened", per_second(opened), "-"),
         )  # fmt: skip
 
 

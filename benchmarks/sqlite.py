@@ -12,7 +12,24 @@ from pathlib import Path
 import anyio
 import apsw
 
-from common import BODY, HERE, Row, median, on_uvloop, paired_ratio, peer, per_second, quick, rate, report, version
+from common import (
+    BODY,
+    HERE,
+    Row,
+    beside,
+    costs,
+    in_turns,
+    median,
+    microseconds,
+    missing,
+    on_uvloop,
+    peer,
+    per_second,
+    quick,
+    rate,
+    report,
+    version,
+)
 from mainspring import LoopGroup, MainLoop, open_mailbox
 
 SENDS = 2_000 if quick() else 10_000
@@ -145,55 +162,55 @@ def huey_drain(python: Path, folder: Path, workers: int) -> float:
 
 
 def report_sends(folder: Path) -> None:
-    single, grouped, alone, at_once = [], [], 0.0, 0.0
-    for _ in range(ROUNDS):
-        single.append(one_insert_per_transaction(folder))
-        speed, at_once = on_uvloop(sends, folder, 100, SENDS)
-        grouped.append(speed)
-    speed_alone, alone = on_uvloop(sends, folder, 1, SENDS // 4)
+    commits: dict[int, float] = {}
+
+    def grouped(senders: int, count: int) -> float:
+        speed, commits[senders] = on_uvloop(sends, folder, senders, count)
+        return speed
+
+    single, by_100, by_one = in_turns(
+        ROUNDS,
+        lambda: one_insert_per_transaction(folder),
+        lambda: grouped(100, SENDS),
+        lambda: grouped(1, SENDS // 4),
+    )
     report(
-        Row("SQLite: 100 concurrent senders / one insert per transaction", per_second(median(grouped)),
-            per_second(median(single)), paired_ratio(grouped, single), 3.0, note="synchronous=FULL both"),
-        Row("SQLite: transactions per 1,000 sends at 100 senders / 50", f"{at_once:.1f}", "50", at_once / 50, 1.0,
+        beside("SQLite: 100 concurrent senders / one insert per transaction", by_100, single, 3.0, per_second,
+               note="synchronous=FULL both"),
+        Row("SQLite: transactions per 1,000 sends at 100 senders / 50", f"{commits[100]:.1f}", "50", [commits[100] / 50], 1.0,
             at_most=True),
-        Row("SQLite: transactions per 1,000 sends at 1 sender", f"{alone:.1f}", "-", None, None,
-            note=f"{per_second(speed_alone)}"),
+        Row("SQLite: transactions per 1,000 sends at 1 sender", f"{commits[1]:.1f}", "-", note=per_second(median(by_one))),
     )  # fmt: skip
-    bulk, plain = [], []
-    for _ in range(ROUNDS):
-        plain.append(executemany(folder))
-        bulk.append(on_uvloop(send_many, folder))
-    report(
-        Row("SQLite: send_many(1,000) / bare executemany of 1,000", per_second(median(bulk)), per_second(median(plain)),
-            paired_ratio(bulk, plain), 0.25)
-    )  # fmt: skip
+    plain, bulk = in_turns(ROUNDS, lambda: executemany(folder), lambda: on_uvloop(send_many, folder))
+    report(beside("SQLite: send_many(1,000) / bare executemany of 1,000", bulk, plain, 0.25, per_second))
 
 
 def report_drain(folder: Path) -> None:
     """Ours and huey's in turn, so that a disk whose speed drifts slows both; huey with the best of its thread counts."""
     python = peer("huey", "huey")
-    workers = 1
-    if python is not None:
-        _, workers = max((huey_drain(python, folder, count), count) for count in (1, 2, 4, 8))
-    ours, theirs, transactions = [], [], 0.0
-    for _ in range(ROUNDS):
+    transactions = 0.0
+
+    def drained() -> float:
+        nonlocal transactions
         speed, transactions = on_uvloop(drain, folder, DRAIN)
-        ours.append(speed)
-        if python is not None:
-            theirs.append(huey_drain(python, folder, workers))
-    speed = median(ours)
-    report(
-        Row("SQLite: drain / 15,000 a second", per_second(speed), "15,000/s", speed / 15_000, 1.0,
-            note=f"concurrency 100, no-op, uvloop, {DRAIN:,} messages, one process, synchronous=FULL"),
-        Row("SQLite: transactions per 1,000 operations in the drain / 50", f"{transactions / 2:.1f}", "50",
-            transactions / 2 / 50, 1.0, at_most=True, note="two operations a message: its claim and its acknowledgement"),
-    )  # fmt: skip
+        return speed
+
     if python is None:
-        report(Row("SQLite: drain / huey", per_second(speed), "not installable here", None, 5.0))
-        return
+        (ours,) = in_turns(ROUNDS, drained)
+        report(missing("SQLite: drain / huey", "not installable here"))
+    else:
+        _, workers = max((huey_drain(python, folder, count), count) for count in (1, 2, 4, 8))
+        ours, theirs = in_turns(ROUNDS, drained, lambda: huey_drain(python, folder, workers))
+        note = (
+            f"huey {version(python, 'huey')} at its best of 1, 2, 4, 8 threads ({workers}), its own default synchronous"
+        )
+        report(beside("SQLite: drain / huey", ours, theirs, 5.0, per_second, note=note))
+    note = f"concurrency 100, no-op, uvloop, {DRAIN:,} messages, one process, synchronous=FULL"
     report(
-        Row("SQLite: drain / huey", per_second(speed), per_second(median(theirs)), paired_ratio(ours, theirs), 5.0,
-            note=f"huey {version(python, 'huey')} at its best of 1, 2, 4, 8 threads ({workers}), its own default synchronous")
+        beside("SQLite: drain / 15,000 a second", ours, 15_000, 1.0, per_second, note=note),
+        Row("SQLite: transactions per 1,000 operations in the drain / 50", f"{transactions / 2:.1f}", "50",
+            [transactions / 2 / 50], 1.0, at_most=True,
+            note="two operations a message: its claim and its acknowledgement"),
     )  # fmt: skip
 
 
@@ -201,28 +218,28 @@ def report_default_drain(folder: Path) -> None:
     """Ours and huey's with nothing set: one handler, and one thread."""
     python = peer("huey", "huey")
     if python is None:
-        report(Row("SQLite: drain at defaults / huey", "-", "not installable here", None, 2.0))
+        report(missing("SQLite: drain at defaults / huey", "not installable here"))
         return
-    ours, theirs = [], []
-    for _ in range(ROUNDS):
-        ours.append(on_uvloop(lambda: drain(folder, DRAIN // 5, concurrency=1))[0])
-        theirs.append(huey_drain(python, folder, 1))
-    report(
-        Row("SQLite: drain at defaults / huey", per_second(median(ours)), per_second(median(theirs)),
-            paired_ratio(ours, theirs), 2.0, note=f"huey {version(python, 'huey')}, concurrency 1 both, one process")
-    )  # fmt: skip
+    ours, theirs = in_turns(
+        ROUNDS,
+        lambda: on_uvloop(lambda: drain(folder, DRAIN // 5, concurrency=1))[0],
+        lambda: huey_drain(python, folder, 1),
+    )
+    note = f"huey {version(python, 'huey')}, concurrency 1 both, one process"
+    report(beside("SQLite: drain at defaults / huey", ours, theirs, 2.0, per_second, note=note))
 
 
 def report_flatness(folder: Path) -> None:
     """The same 20,000 messages taken from a queue of 20,000 + 1,000 and of 20,000 + 1,000,000 pending."""
     take = 20_000
-    small, large = [], []
-    for _ in range(1 if quick() else 3):
-        small.append(on_uvloop(lambda: drain(folder, take + 1_000, measured=take))[0])
-        large.append(on_uvloop(lambda: drain(folder, take + PENDING, measured=take))[0])
+    small, large = in_turns(
+        1 if quick() else 3,
+        lambda: on_uvloop(lambda: drain(folder, take + 1_000, measured=take))[0],
+        lambda: on_uvloop(lambda: drain(folder, take + PENDING, measured=take))[0],
+    )
     report(
-        Row(f"SQLite: cost per message at {PENDING:,} pending / at 1,000", per_second(median(large)),
-            per_second(median(small)), paired_ratio(small, large), 1.15, at_most=True, note=f"{take:,} messages drained")
+        beside(f"SQLite: cost per message at {PENDING:,} pending / at 1,000", costs(large), costs(small), 1.15,
+               microseconds, at_most=True, note=f"{take:,} messages drained")
     )  # fmt: skip
 
 
