@@ -145,3 +145,39 @@ async def test_in_virtual_time_the_first_to_end_does_not_close_it_for_the_second
             async with group_on(shared, "two", []):
                 pass
     assert done == [7_200]
+
+
+class Slow(InMemoryMailbox):
+    """A mailbox that takes a second to open, or fails after it."""
+
+    def __init__(self, name, error=None):
+        super().__init__(name, serialize=False)
+        self.backend.works_unopened = False
+        self._error = error
+
+    async def __aenter__(self):
+        await anyio.sleep(1)
+        if self._error is not None:
+            raise self._error
+        return await super().__aenter__()
+
+
+async def test_the_mailboxes_of_a_group_are_opened_at_the_same_time(virtual_clock):
+    async def handle(job: int) -> None: ...
+
+    loops = [MainLoop(Slow(f"slow-{n}"), handle, name=f"loop {n}") for n in range(100)]
+    began = anyio.current_time()
+    async with LoopGroup(loops):
+        assert anyio.current_time() - began < 2
+
+
+async def test_of_several_that_cannot_be_opened_the_first_is_named_and_none_stays_open(virtual_clock):
+    async def handle(job: int) -> None: ...
+
+    errors = [None, ConfigError("the second"), ConfigError("the third"), None]
+    mailboxes = [Slow(f"slow-{n}", error) for n, error in enumerate(errors)]
+    with pytest.raises(ConfigError, match="the second"):
+        async with LoopGroup([MainLoop(mailbox, handle, name=mailbox.name) for mailbox in mailboxes]):
+            raise AssertionError("it has started")
+    assert not any(mailbox.opened_by for mailbox in mailboxes)
+    assert MailboxState.OPEN not in [mailbox.state for mailbox in mailboxes]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -24,8 +25,12 @@ class Owner:
     """Who has mailboxes open, and closes them at its end: a group or a loop, with the views that it works on."""
 
     name: str
+    opening: dict[Mailbox[Any, Any], _OwnedMailbox] = field(default_factory=dict)
+    """What it is opening at this moment."""
 
 
+OPENED_AT_ONCE = 100
+"""Mailboxes of one owner that are being opened at the same time, at most: those of one store can share round trips."""
 _OWNER: ContextVar[Owner | None] = ContextVar("the owner of the mailbox that is being opened", default=None)
 
 
@@ -47,10 +52,13 @@ async def open_in(scope: DaemonScope, mailboxes: Iterable[Mailbox[Any, Any]], ow
     What another owner has opened it would close under this one's work, so that is refused; what a user has opened is not.
     A mailbox that is itself being opened here, and opens others, does so for the same owner.
 
+    Up to :data:`OPENED_AT_ONCE` are opened at the same time. If some fail, the error of the first in order is raised.
+
     A mailbox that works unopened stays so, and only gets what it needs to send replies to other stores. If it were closed at
     the end, its user could not look into it any more, and other loops that share it would lose it.
     """
     this = _OWNER.get() or Owner(owner)
+    begun: deque[_OwnedMailbox] = deque()
     for mailbox in mailboxes:
         if mailbox.opened_by is not None and mailbox.opened_by is not this:
             raise ConfigError(
@@ -60,27 +68,41 @@ async def open_in(scope: DaemonScope, mailboxes: Iterable[Mailbox[Any, Any]], ow
         if mailbox.backend.works_unopened and mailbox.state is MailboxState.UNOPENED:
             router = _ReplyRouting(mailbox, scope)
             scope.start_soon(router.run, name=f"replies of mailbox {mailbox.name}", stop=router.stop)
+        elif mailbox in this.opening:
+            begun.append(this.opening[mailbox])
         elif mailbox.state is not MailboxState.OPEN:
             opened = _OwnedMailbox(mailbox, this)
             # Not `scope.start`: cancelled just as the mailbox opens, that waits for the opened's end, which does not come.
             scope.start_soon(opened.run, name=f"mailbox {mailbox.name}", stop=opened.stop)
             mailbox.opened_by = this
-            await opened.opened.wait()
+            this.opening[mailbox] = opened
+            begun.append(opened)
+            if len(begun) == OPENED_AT_ONCE:
+                await begun.popleft().wait_opened()
+    for opened in begun:
+        await opened.wait_opened()
 
 
 class _OwnedMailbox:
     """Has one mailbox open until it is told to stop. A mailbox that is still being opened then is given up."""
 
     def __init__(self, mailbox: Mailbox[Any, Any], owner: Owner) -> None:
-        self.opened = anyio.Event()
+        self._tried = anyio.Event()
+        self._error: Exception | None = None
         self._mailbox = mailbox
         self._owner = owner
         self._told = anyio.Event()
         self._scope = anyio.CancelScope()
 
+    async def wait_opened(self) -> None:
+        """Wait until it is open. Raise what the opening raised."""
+        await self._tried.wait()
+        if self._error is not None:
+            raise self._error
+
     def stop(self) -> None:
         self._told.set()
-        if not self.opened.is_set():
+        if not self._tried.is_set():
             self._scope.cancel()
 
     async def run(self) -> None:
@@ -89,10 +111,20 @@ class _OwnedMailbox:
             with self._scope:
                 async with self._mailbox:
                     self._scope.shield = True  # until told to stop, which leaving its DaemonScope does in every case
-                    self.opened.set()
+                    self._opening_ended()
                     await self._told.wait()
+        except Exception as error:
+            if self._tried.is_set():
+                raise
+            self._error = error
+            self._opening_ended()
         finally:
+            self._owner.opening.pop(self._mailbox, None)
             self._mailbox.opened_by = None
+
+    def _opening_ended(self) -> None:
+        del self._owner.opening[self._mailbox]
+        self._tried.set()
 
 
 class _ReplyRouting:
