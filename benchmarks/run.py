@@ -31,6 +31,7 @@ SCRIPTS = (
     "postgres",
     "postgres_churn",
     "nats",
+    "processes",
     "portal",
     "session",
 )

@@ -44,11 +44,17 @@ class Bare(Peer):
             claim = ("claim", concurrency, LEASE, "bare", "", 0)
             await stream.send(hiredis.pack_command(("FCALL", function, len(keys), *keys, *acks, *claim)))
 
+        async def next_reply() -> object:
+            while (reply := reader.gets()) is self:
+                reader.feed(await stream.receive(262_144))
+            return reply
+
+        await stream.send(hiredis.pack_command(("SELECT", where.path.strip("/") or "0")))
+        await next_reply()
         await call([])
         await call([])
         while True:
-            while (reply := reader.gets()) is self:
-                reader.feed(await stream.receive(262_144))
+            reply = await next_reply()
             receipts, values, _ = reply[-4]
             await call(receipts)
             for value in values:
