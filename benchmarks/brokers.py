@@ -55,7 +55,14 @@ WHAT = {
     "send-bulk": "sends in bulk, by 1,000",
     "drain": "drain, one worker process",
     "drain-default": "drain at defaults, one worker process",
+    "through": "sends to a running worker, 100 out at once",
 }
+SUSTAINED = 0.8
+"""The part of its own maximum up to which a contender is taken to sustain a rate."""
+TIMED = 2.0 if quick() else 10.0
+"""Seconds of sends at a given rate."""
+IN_TREE = 1_000
+"""Messages that a worker handles before the memory of its processes is read."""
 
 
 @dataclass
@@ -122,12 +129,13 @@ class Comparison:
         *,
         concurrency: int | None = None,
         behind: int = 0,
+        rate: float = 0.0,
         patience: float = PATIENCE,
     ) -> Any:
         """One run on the emptied server; what the script says, or None where it failed."""
         self.reset()
         command = [str(contender.python), str(HERE / "peers" / contender.script), verb, self.url(contender), str(count)]
-        command += [str(concurrency or contender.concurrency or 1), str(behind)]
+        command += [str(concurrency or contender.concurrency or 1), f"--behind={behind}", f"--rate={rate}"]
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
         )
@@ -171,14 +179,13 @@ class Comparison:
             known = {choice: result["rate"] for choice, result in speeds.items() if result is not None}
             contender.concurrency = max(known, key=lambda choice: known[choice], default=contender.concurrency)
 
-    def results(self, verb: str, rounds: int, counts: dict[str, int]) -> dict[str, list[Any]]:
-        """What each contender says in each round; one that fails is left out of it, and a row says why."""
-        field_ = self.taking_part(verb)
+    def results(self, verb: str, rounds: int, counts: dict[str, int], **options: Any) -> dict[str, list[Any]]:
+        """What each contender of ``counts`` says in each round; one that fails is left out of it, and a row says why."""
+        field_ = [contender for contender in self.taking_part(verb) if contender.name in counts]
         results: dict[str, list[Any]] = {contender.name: [] for contender in field_}
         for number in range(rounds):
             for contender in rotated(field_, number):
-                count = counts.get(contender.name)
-                result = self.run(contender, verb, count) if count else None
+                result = self.run(contender, verb, counts[contender.name], **options)
                 if result is not None:
                     results[contender.name].append(result)
         for contender in field_:
@@ -193,8 +200,7 @@ class Comparison:
         counts = {}
         for contender in self.taking_part(verb):
             rough = self.run(contender, verb, TRIAL)
-            if rough is not None:
-                counts[contender.name] = _count(verb, rough["rate"])
+            counts[contender.name] = TRIAL if rough is None else _count(verb, rough["rate"])
         return {name: [one["rate"] for one in some] for name, some in self.results(verb, ROUNDS, counts).items()}
 
     def report_best(
@@ -236,6 +242,57 @@ class Comparison:
             self.report_best(f"pickup by an idle worker, {which}", figures, 1.0, milliseconds, lambda _: "a send every 20 ms",
                              at_most=True)  # fmt: skip
 
+    def report_latency(self) -> None:
+        """The rows of the times from the instant a send is due to its handler, at half of the maximum.
+
+        The maximum is what a sender with 100 sends out and a worker do at once. Ours alone is at half of its own. Beside peers
+        the rate is half of the best peer's maximum, where those take part that sustain it; and of the slowest's, for all.
+        """
+        maxima = self.rates("through")
+        self.report_best(WHAT["through"], maxima, 1.0, per_second, lambda best: self._settings(best, "through"))
+        most = {name: median(rates) for name, rates in maxima.items()}
+        if self.ours.name not in most:
+            return
+        rate = most.pop(self.ours.name) / 2
+        alone = self.latencies(rate, [self.ours.name]).get(self.ours.name, [])
+        if alone:
+            p50, p99, p999 = ([one[which] for one in alone] for which in ("p50", "p99", "p999"))
+            note = f"{per_second(rate)}, half of its maximum, in turns; p99.9 {milliseconds(median(p999))}"
+            report(beside(f"{self.server}: latency under load, p99 / p50", p99, p50, 5.0, milliseconds, at_most=True,
+                          note=note))  # fmt: skip
+        if most:
+            self._report_latency_beside("best", max(most.values()) / 2, most)
+        if len(most) > 1:
+            self._report_latency_beside("slowest", min(most.values()) / 2, most)
+
+    def _report_latency_beside(self, whose: str, rate: float, most: dict[str, float]) -> None:
+        steady = [name for name, maximum in most.items() if maximum * SUSTAINED >= rate]
+        note = f"{per_second(rate)}, sustained by {len(steady)} of {len(most)} peers"
+        times = self.latencies(rate, [self.ours.name, *steady])
+        for which, goal in (("p50", 1.0), ("p99", 1.0), ("p999", None)):
+            figures = {name: [one[which] for one in some] for name, some in times.items()}
+            what = f"latency at half of the {whose} peer's maximum, {which}"
+            self.report_best(what, figures, goal, milliseconds, lambda _: note, at_most=True)
+
+    def latencies(self, rate: float, names: list[str]) -> dict[str, list[dict[str, float]]]:
+        count = max(TRIAL, int(rate * TIMED))
+        return self.results("latency", min(ROUNDS, 3), dict.fromkeys(names, count), rate=rate)
+
+    def report_tree(self, goal: float) -> None:
+        """The rows of the memory of an idle worker's processes, its children included, beside the smallest peer's."""
+        counts = {contender.name: IN_TREE for contender in self.taking_part("tree")}
+        sizes = self.results("tree", min(ROUNDS, 3), counts)
+        for which, what, its_goal in (
+            ("pss", "proportional", goal),
+            ("uss", "unique", None),
+            ("rss", "resident", None),
+        ):
+            figures = {name: [float(one[which]) for one in some] for name, some in sizes.items()}
+            self.report_best(
+                f"{what} memory of an idle worker's processes", figures, its_goal, mebibytes,
+                lambda _: f"nothing set, {IN_TREE:,} messages handled before", at_most=True,
+            )  # fmt: skip
+
     def report_bare(self, bare: Contender, goal: float, what: str) -> None:
         """The row of our drain beside a loop that does nothing but claim and acknowledge."""
         if not self._ready(bare):
@@ -275,7 +332,7 @@ class Comparison:
         note = contender.about["note"]
         if verb == "drain-default":
             return f"nothing set, concurrency {contender.about['default']}"
-        return f"{note}, concurrency {contender.concurrency}" if verb == "drain" else note
+        return f"{note}, concurrency {contender.concurrency}" if verb in ("drain", "through") else note
 
 
 def _count(verb: str, speed: float) -> int:

@@ -22,7 +22,7 @@ sys.path.append(sys.path.pop(0))  # beside this file is one with the name of a d
 
 import anyio
 
-from common import HERE, Row, on_uvloop, quick, report
+from common import HERE, MIB, Row, missing, on_uvloop, quick, report
 from idle import cpu_seconds, resident
 from local_server import server
 from mainspring import LoopGroup, MainLoop, open_mailbox
@@ -37,8 +37,6 @@ SECONDS = 5.0 if quick() else 35.0
 """Long enough for each loop to begin a new long poll of 30 s."""
 PATIENCE = 120.0
 """Seconds that a start may take, or an end."""
-MIB = 1024 * 1024
-
 # --------------------------------------------------------------------------------------------- in the measured process
 
 
@@ -162,24 +160,22 @@ def report_kind(kind: str, count: int) -> None:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     title = f"{count:,} mailboxes: {kind}"
     if done.returncode:
-        report(
-            Row(title, "failed", "-", None, None, note=(done.stderr.strip().splitlines() or ["no result"])[-1][:200])
-        )
+        report(missing(title, (done.stderr.strip().splitlines() or ["no result"])[-1][:200]))
         return
     found = json.loads(done.stdout)
     how = f"threads {found['threads']}, end {found['end']:.2f} s"
     report(
-        Row(f"{title}: start / 3 s", f"{found['start']:.2f} s", "3 s", found["start"] / 3, 1.0, at_most=True,
+        Row(f"{title}: start / 3 s", f"{found['start']:.2f} s", "3 s", [found["start"] / 3], 1.0, at_most=True,
             note=f"until each loop waits; {how}"),
-        Row(f"{title}: idle / 2 % of a core", f"{found['idle']:.2%}", "2 %", found["idle"] / 0.02, 1.0, at_most=True,
+        Row(f"{title}: idle / 2 % of a core", f"{found['idle']:.2%}", "2 %", [found["idle"] / 0.02], 1.0, at_most=True,
             note=f"uvloop, {SECONDS:.0f} s, with watchdog and guardian"),
         Row(f"{title}: resident memory / 150 MiB", f"{found['memory'] / MIB:.0f} MiB", "150 MiB",
-            found["memory"] / MIB / 150, 1.0, at_most=True, note="VmRSS without the guardian"),
-        Row(f"{title}: descriptors of the process", str(found["descriptors"]), "-", None, None),
+            [found["memory"] / MIB / 150], 1.0, at_most=True, note="VmRSS without the guardian"),
+        Row(f"{title}: descriptors of the process", str(found["descriptors"]), "-"),
     )  # fmt: skip
     if urlsplit(url).port is not None:
         report(
-            Row(f"{title}: connections to the server / 100", str(found["connections"]), "100", found["connections"] / 100,
+            Row(f"{title}: connections to the server / 100", str(found["connections"]), "100", [found["connections"] / 100],
                 1.0, at_most=True)
         )  # fmt: skip
 

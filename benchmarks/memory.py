@@ -7,6 +7,7 @@ import time
 
 import anyio
 
+from brokers import Comparison
 from common import BODY, beside, in_turns, on_uvloop, per_second, quick, rate, report
 from mainspring import InMemoryMailbox, LoopGroup, MainLoop
 
@@ -67,6 +68,7 @@ def main() -> None:
     note = f"concurrency 100, uvloop, {COUNT:,} messages"
     for what, ours, goal in (("serialize=False", objects, 0.5), ("bodies through JSON", json, None)):
         report(beside(f"memory: full path, {what} / bare anyio stream", ours, bare, goal, per_second, note=note))
+    Comparison("memory", lambda _: "memory://bench", lambda: None, []).report_latency()
 
 
 if __name__ == "__main__":

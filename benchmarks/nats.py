@@ -85,6 +85,8 @@ def main() -> int:
         comparison.report_rate("send-100", 1.0)
         comparison.report_rate("send-bulk", 1.0)
         comparison.report_pickup()
+        comparison.report_latency()
+        comparison.report_tree(1.0)
         by_batches = Comparison("NATS", url, reset, [BATCHES])
         by_batches.choose_concurrency()
         by_batches.report_rate("drain", 2.0)

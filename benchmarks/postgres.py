@@ -58,6 +58,8 @@ def main() -> int:
         comparison.report_rate("send-100", 1.0)
         comparison.report_rate("send-bulk", 1.0)
         comparison.report_pickup()
+        comparison.report_latency()
+        comparison.report_tree(1.0)
         comparison.report_flatness(1.15)
         comparison.report_memory(1.05)
         renew()

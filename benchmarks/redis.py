@@ -84,6 +84,8 @@ def main() -> int:
         comparison.report_rate("send-100", 1.0)
         comparison.report_rate("send-bulk", 1.0)
         comparison.report_pickup()
+        comparison.report_latency()
+        comparison.report_tree(1.0)
         bare = Contender("bare loop", "bare_redis.py")
         comparison.report_bare(bare, 0.4, "a bare pipelined loop of claims and acknowledgements of 100")
         comparison.report_flatness(1.15)

@@ -12,6 +12,7 @@ from pathlib import Path
 import anyio
 import apsw
 
+from brokers import Comparison, Contender
 from common import (
     BODY,
     HERE,
@@ -243,6 +244,23 @@ def report_flatness(folder: Path) -> None:
     )  # fmt: skip
 
 
+def report_beside_huey(folder: Path) -> None:
+    """Latency under load and memory, each run in an empty folder."""
+    home = folder / "beside"
+
+    def empty() -> None:
+        shutil.rmtree(home, ignore_errors=True)
+        home.mkdir()
+
+    def url(contender: Contender) -> str:
+        return f"sqlite:///{home}/bench.db?name=bench" if contender.home is None else f"{home}/bench.db"
+
+    comparison = Comparison("SQLite", url, empty, [Contender("huey", "on_huey_sqlite.py", "huey", ("huey",))])
+    comparison.choose_concurrency()
+    comparison.report_latency()
+    comparison.report_tree(1.0)
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -250,6 +268,7 @@ def main() -> None:
         report_drain(folder)
         report_default_drain(folder)
         report_flatness(folder)
+        report_beside_huey(folder)
 
 
 if __name__ == "__main__":

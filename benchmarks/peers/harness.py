@@ -1,6 +1,6 @@
 """What every script of this directory runs on: the verbs, measured alike for all of them.
 
-``python NAME.py VERB URL COUNT [CONCURRENCY [BEHIND]]`` prints one line of JSON. The verbs:
+``python NAME.py VERB URL COUNT [CONCURRENCY] [--behind N] [--rate R]`` prints one line of JSON. The verbs:
 
 about      versions, notes, the verbs it has and the concurrencies worth trying; URL and COUNT do not matter
 send-one   sends, one awaited after the other
@@ -10,14 +10,26 @@ drain      COUNT pending messages through one worker process, with BEHIND more p
            handler run
 drain-default  as drain, by a worker as it is where nothing is said: its own default concurrency and intervals
 pickup     COUNT sends to an idle worker in another process, one about every 20 ms: from the send to the handler
+through    COUNT sends to a running worker in another process, 100 of them out at once: from the first handler run to the last,
+           which is what both sides and the server do at once
+latency    COUNT sends to a running worker in another process, R of them a second at random instants (a Poisson process): from
+           the instant that a send is due, whether or not the sender is late, to its handler. Before them a tenth as many that
+           do not count
 memory     as drain; the resident memory of the worker after a tenth of the messages and after all
+tree       as drain-default; then the memory of the idle worker process and of all its children: resident, proportional (PSS:
+           a page that processes share counts in parts) and unique (USS: only pages that nothing else has). COUNT is handled
+           before
+
+A worker on ``memory://`` is in the process and on the event loop of its senders.
 
 Standard library only: each peer runs in an interpreter of its own.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import ctypes
 import importlib.metadata
 import itertools
 import json
@@ -31,7 +43,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 BODY = "x" * 100
 SENDERS = 100
+"""Sends that are out at once at most, also at a given rate. Where the peer has no async they are threads."""
 BULK = 1_000
+WARM = "warm"
+"""How a body begins that makes the worker ready, and is not measured."""
+IDLE = 2.0
+"""Seconds that a worker is left alone before its memory is read."""
 APART = (0.015, 0.025)
 """Seconds between two sends to an idle worker: not always the same, so as not to fall into step with anything."""
 
@@ -145,11 +162,24 @@ class AsyncSide:
 
         await asyncio.gather(*[sender() for _ in range(SENDERS)])
 
-    async def spaced(self, count: int, ready: threading.Event) -> None:
+    async def warm(self, ready: threading.Event) -> None:
         while not ready.is_set():
-            await self.peer.send("warm")
+            await self.peer.send(WARM)
             await asyncio.sleep(0.1)
         await asyncio.sleep(0.5)
+
+    async def at_rate(self, count: int, ready: threading.Event, rate: float) -> None:
+        await self.warm(ready)
+        timer, free = Timer(), asyncio.Semaphore(SENDERS)
+        async with asyncio.TaskGroup() as tasks:
+            for due, body in arrivals(count, rate):
+                if due > time.perf_counter():
+                    await timer.until(due)
+                await free.acquire()
+                tasks.create_task(self.peer.send(body)).add_done_callback(lambda _: free.release())
+
+    async def spaced(self, count: int, ready: threading.Event) -> None:
+        await self.warm(ready)
         rng = random.Random(1)
         for _ in range(count):
             await self.peer.send(stamped())
@@ -202,11 +232,30 @@ class BlockingSide:
         for _ in range(count):
             self.peer.send(BODY)
 
-    def spaced(self, count: int, ready: threading.Event) -> None:
+    def warm(self, ready: threading.Event) -> None:
         while not ready.is_set():
-            self.peer.send("warm")
+            self.peer.send(WARM)
             time.sleep(0.1)
         time.sleep(0.5)
+
+    def at_rate(self, count: int, ready: threading.Event, rate: float) -> None:
+        self.warm(ready)
+        left, one_at_a_time = arrivals(count, rate), threading.Lock()
+
+        def sender(_: int) -> None:
+            while True:
+                with one_at_a_time:
+                    due, body = next(left, (0.0, ""))
+                if not body:
+                    return
+                time.sleep(max(0.0, due - time.perf_counter()))
+                self.peer.send(body)
+
+        with ThreadPoolExecutor(SENDERS) as threads:
+            list(threads.map(sender, range(SENDERS)))
+
+    def spaced(self, count: int, ready: threading.Event) -> None:
+        self.warm(ready)
         rng = random.Random(1)
         for _ in range(count):
             self.peer.send(stamped())
@@ -217,9 +266,42 @@ class BlockingSide:
         return getattr(self, what)(*args)
 
 
-def stamped() -> str:
-    """A body that says when it was sent: the clock is the machine's, the same in all processes."""
-    return f"{time.perf_counter():.9f}".ljust(len(BODY), "x")
+def stamped(when: float | None = None) -> str:
+    """A body that says when it was sent, or was to be: the clock is the machine's, the same in all processes."""
+    return f"{time.perf_counter() if when is None else when:.9f}".ljust(len(BODY), "x")
+
+
+def arrivals(count: int, rate: float):
+    """When each send is due, and its body: ``rate`` a second at random instants, after a tenth as many to warm up.
+
+    Where the rate is infinite all are due at once.
+    """
+    rng = random.Random(1)
+    due = time.perf_counter() + 0.05
+    for number in range(-(count // 10), count):
+        due += rng.expovariate(1.0) / rate
+        yield due, WARM if number < 0 else stamped(due)
+
+
+class Timer:
+    """Waits to the microsecond, by a timer of Linux: those of event loops wait for whole milliseconds."""
+
+    def __init__(self) -> None:
+        self.libc = ctypes.CDLL(None, use_errno=True)
+        self.descriptor = self.libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_NONBLOCK)
+        self.rung: asyncio.Future[None] | None = None
+        asyncio.get_running_loop().add_reader(self.descriptor, self._ring)
+
+    def _ring(self) -> None:
+        os.read(self.descriptor, 8)
+        self.rung.set_result(None)
+
+    async def until(self, due: float) -> None:
+        self.rung = asyncio.get_running_loop().create_future()
+        seconds = int(due)
+        setting = (ctypes.c_long * 4)(0, 0, seconds, int((due - seconds) * 1e9))
+        self.libc.timerfd_settime(self.descriptor, 1, setting, None)  # 1: at that instant, which may be over
+        await self.rung
 
 
 def on_loop(peer: Peer, coroutine):
@@ -236,6 +318,29 @@ def on_loop(peer: Peer, coroutine):
 def resident() -> int:
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def tree(pid: int) -> list[int]:
+    """The process, and all that it and its children have started."""
+    found = [pid]
+    for task in os.listdir(f"/proc/{pid}/task"):
+        with open(f"/proc/{pid}/task/{task}/children") as file:
+            for child in file.read().split():
+                found += tree(int(child))
+    return found
+
+
+def memory_of(pids: list[int]) -> dict[str, int]:
+    """Bytes that these processes have together, counted in three ways."""
+    sums = {"rss": 0, "pss": 0, "uss": 0}
+    ways = {"Rss": "rss", "Pss": "pss", "Private_Clean": "uss", "Private_Dirty": "uss"}
+    for pid in pids:
+        with open(f"/proc/{pid}/smaps_rollup") as file:
+            for line in file:
+                way = ways.get(line.split(":")[0])
+                if way is not None:
+                    sums[way] += int(line.split()[1]) * 1024
+    return sums
 
 
 def tell(**values) -> None:
@@ -260,23 +365,48 @@ def drained(count: int):
     return handle
 
 
+def after_warm(handle):
+    """A handler that says that it is ready, and hands over the instants that bodies carry."""
+    ready = False
+
+    def first(body: str) -> None:
+        nonlocal ready
+        now = time.perf_counter()
+        if not body.startswith(WARM):
+            handle(now, float(body.rstrip("x")))
+        elif not ready:
+            ready = True
+            print("ready", flush=True)
+
+    return first
+
+
 def picked_up(count: int):
     """A handler that measures how long its messages have been on their way."""
     took: list[float] = []
-    ready = False
 
-    def handle(body: str) -> None:
-        nonlocal ready
-        now = time.perf_counter()
-        if body.startswith("warm"):
-            if not ready:
-                ready = True
-                print("ready", flush=True)
-            return
-        took.append(now - float(body.rstrip("x")))
+    def handle(now: float, sent: float) -> None:
+        took.append(now - sent)
         if len(took) == count:
             took.sort()
-            tell(p50=took[count // 2], p99=took[count * 99 // 100])
+            tell(p50=took[count // 2], p99=took[count * 99 // 100], p999=took[count * 999 // 1000])
+
+    return after_warm(handle)
+
+
+def carried(count: int):
+    """As :func:`drained`, of the messages after those that warm up."""
+    handle = drained(count)
+    return after_warm(lambda now, sent: handle(""))
+
+
+def ready_after(count: int):
+    """A handler that says when it has been run ``count`` times."""
+    number = itertools.count(1)
+
+    def handle(body: str) -> None:
+        if next(number) == count:
+            print("ready", flush=True)
 
     return handle
 
@@ -297,21 +427,38 @@ def remembered(count: int):
     return handle
 
 
-HANDLERS = {"drain": drained, "drain-default": drained, "pickup": picked_up, "memory": remembered}
+HANDLERS = {
+    "drain": drained,
+    "drain-default": drained,
+    "through": carried,
+    "latency": picked_up,
+    "pickup": picked_up,
+    "memory": remembered,
+    "tree": ready_after,
+}
+AT_DEFAULTS = ("drain-default", "tree")
+TO_A_RUNNING_WORKER = {"pickup": "spaced", "through": "at_rate", "latency": "at_rate"}
+"""The verbs whose messages are sent while the worker runs, and what sends them."""
 
 
 def work(peer, verb: str, count: int, concurrency: int) -> None:
     handle = HANDLERS[verb](count)
-    working = peer.work_by_default(handle) if verb == "drain-default" else peer.work(handle, concurrency)
+    working = peer.work_by_default(handle) if verb in AT_DEFAULTS else peer.work(handle, concurrency)
     if not isinstance(peer, Blocking):
         on_loop(peer, working)
 
 
-def beside_a_worker(side, verb: str, url: str, count: int, concurrency: int, behind: int) -> str:
+def paced(arguments: argparse.Namespace) -> list[float]:
+    """The rate, for the verbs that have one."""
+    return {"latency": [arguments.rate], "through": [float("inf")]}.get(arguments.verb, [])
+
+
+def beside_a_worker(side, arguments: argparse.Namespace) -> str:
     """Have a worker process do it; the line of its result."""
-    if verb != "pickup":
-        side.run("fill", count + behind)
-    command = [sys.executable, sys.argv[0], f"work-{verb}", url, str(count), str(concurrency)]
+    verb, count = arguments.verb, arguments.count
+    if verb not in TO_A_RUNNING_WORKER:
+        side.run("fill", count + arguments.behind)
+    command = [sys.executable, sys.argv[0], f"work-{verb}", arguments.url, str(count), str(arguments.concurrency)]
     worker = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     ready = threading.Event()
     result: list[str] = []
@@ -326,8 +473,12 @@ def beside_a_worker(side, verb: str, url: str, count: int, concurrency: int, beh
     listener = threading.Thread(target=listen, daemon=True)
     listener.start()
     try:
-        if verb == "pickup":
-            side.run("spaced", count, ready)
+        if verb == "tree":
+            ready.wait()
+            time.sleep(IDLE)
+            return json.dumps(memory_of(tree(worker.pid)))
+        if verb in TO_A_RUNNING_WORKER:
+            side.run(TO_A_RUNNING_WORKER[verb], count, ready, *paced(arguments))
         worker.wait()
         listener.join()
     finally:
@@ -336,17 +487,45 @@ def beside_a_worker(side, verb: str, url: str, count: int, concurrency: int, beh
     return result[0] if result else ""
 
 
+def beside_ourselves(side: AsyncSide, arguments: argparse.Namespace) -> None:
+    """Have a worker on this event loop do it, which prints the result and ends the process."""
+    verb, count = arguments.verb, arguments.count
+    handle = HANDLERS[verb](count)
+    ready = threading.Event()
+    ready.set()
+
+    async def whole() -> None:
+        await side.peer.open()
+        working = asyncio.create_task(side.peer.work(handle, arguments.concurrency))
+        await getattr(side, TO_A_RUNNING_WORKER[verb])(count, ready, *paced(arguments))
+        await working
+
+    on_loop(side.peer, whole())
+
+
 def verbs_of(kind: type) -> list[str]:
     bulk = ["send-bulk"] if kind.send_many is not None else []
     default = ["drain-default"] if kind.default is not None else []
-    return ["send-one", "send-100", *bulk, "drain", *default, "pickup", "memory"]
+    sends = ["send-one", "send-100", *bulk]
+    return [*sends, "drain", *default, "through", "latency", "pickup", "memory", *(["tree"] if default else [])]
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("verb")
+    parser.add_argument("url")
+    parser.add_argument("count", type=int)
+    parser.add_argument("concurrency", type=int, nargs="?")
+    parser.add_argument("--behind", type=int, default=0)
+    parser.add_argument("--rate", type=float, default=0.0)
+    return parser.parse_args()
 
 
 def main(kind: type) -> None:
     """The script of the peer ``kind``."""
-    verb, url, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
-    concurrency = int(sys.argv[4]) if len(sys.argv) > 4 else kind.concurrency[0]
-    behind = int(sys.argv[5]) if len(sys.argv) > 5 else 0
+    arguments = parsed()
+    verb, count = arguments.verb, arguments.count
+    arguments.concurrency = arguments.concurrency or kind.concurrency[0]
     if verb == "about":
         versions = {package: importlib.metadata.version(package) for package in kind.packages}
         result = {
@@ -358,13 +537,15 @@ def main(kind: type) -> None:
         }
         print(json.dumps(result))
         return
-    peer = kind(url)
+    peer = kind(arguments.url)
     if verb.startswith("work-"):
-        work(peer, verb.removeprefix("work-"), count, concurrency)
+        work(peer, verb.removeprefix("work-"), count, arguments.concurrency)
         return
     side = BlockingSide(peer) if isinstance(peer, Blocking) else AsyncSide(peer)
     if verb.startswith("send-"):
         what = {"send-one": "one", "send-100": "hundred", "send-bulk": "bulk"}[verb]
         print(json.dumps({"rate": side.run(what, count)}))
+    elif arguments.url.startswith("memory:"):
+        beside_ourselves(side, arguments)
     else:
-        print(beside_a_worker(side, verb, url, count, concurrency, behind), end="")
+        print(beside_a_worker(side, arguments), end="")
