@@ -64,11 +64,17 @@ def test_the_names_of_a_service_import_no_feature_and_nothing_of_a_mailbox():
 
 
 @pytest.mark.slow
-def test_a_sqlite_mailbox_imports_no_feature(tmp_path):
-    assert loaded(USE, tmp_path / "jobs.db", of=[*FEATURES, "apsw", "mainspring.mailbox.sqlite"]) == {
+def test_a_sqlite_mailbox_imports_its_driver_and_of_pydantic_the_core(tmp_path):
+    watched = [
+        *FEATURES,
         "apsw",
+        "email",
+        "importlib.metadata",
         "mainspring.mailbox.sqlite",
-    }
+        "pydantic",
+        "pydantic_core",
+    ]
+    assert loaded(USE, tmp_path / "jobs.db", of=watched) == {"apsw", "mainspring.mailbox.sqlite", "pydantic_core"}
 
 
 def test_the_check_would_notice():

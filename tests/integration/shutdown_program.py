@@ -68,7 +68,7 @@ BOXES = {
     "slow-open": SlowOpen,
     "stuck-open": SlowOpen,
 }
-options = SQLiteOptions(name="jobs", synchronous="normal", capacity=None, busy_timeout=5)
+options = SQLiteOptions.of("sqlite:///jobs.db", name="jobs", synchronous="normal", capacity=None, busy_timeout=5)
 mailbox = Mailbox(BOXES.get(HOW, SQLiteBackend)(OPTIONS["path"], options))
 asked = threading.Event()
 entered = {state: threading.Event() for state in ("drain delay", "finish")}

@@ -8,11 +8,25 @@ import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
-from functools import partial
+from functools import cache, partial
 from types import NoneType, UnionType
-from typing import Any, NotRequired, Required, Union, get_args, get_origin, get_type_hints, is_typeddict
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    NamedTuple,
+    NotRequired,
+    Required,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
 
 from mainspring.errors import ConfigError, SerializationError, describe
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 MAX_DEPTH = 200
 """How deep lists and objects may be nested: pydantic reads no deeper, though it writes somewhat deeper."""
@@ -54,29 +68,18 @@ class Codec:
     def __init__(
         self, body_type: Any = None, *, verifies: bool = True, by_alias: bool = False, what: str = "a body"
     ) -> None:
-        from pydantic import BaseModel, PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
-        from pydantic_core import PydanticSerializationError
+        from pydantic_core import PydanticSerializationError, ValidationError
 
         from mainspring.mailbox.json_round_trip import exactness
 
         self.body_type: Any = Any if body_type is None else body_type
-        try:
-            if inspect.isroutine(body_type) or isinstance(body_type, str | dict):  # pydantic reads a dict as a schema
-                raise TypeError(f"{body_type!r} is no type")
-            self._adapter: TypeAdapter[Any] = TypeAdapter(_supported(self.body_type))
-            self._exact = exactness(self._adapter.core_schema)
-        except (PydanticSchemaGenerationError, PydanticUserError, TypeError, NameError) as error:
-            reason = str(error).splitlines()[0]
-            raise ConfigError(
-                f"{self.name} cannot be a message body: {reason}; use a dataclass, a pydantic model, a TypedDict or a"
-                " plain JSON type"
-            ) from error
+        self._is_any = self.body_type is Any
+        self._adapter = _untyped() if self._is_any else self._typed()
+        self._exact = exactness(self._adapter.core_schema)
         self._verifies, self._by_alias, self._what = verifies, by_alias, what
         self._invalid = ValidationError
         self._unserializable = (PydanticSerializationError, UnicodeError, ValueError, TypeError, RecursionError)
-        self._model = body_type if isinstance(body_type, type) and issubclass(body_type, BaseModel) else None
-        self._base = BaseModel
-        self._is_any = self.body_type is Any
+        self._model = body_type if isinstance(body_type, type) and is_model(body_type) else None
         self._by_class: dict[type[Any], Codec] = {}
         self._certain = _JSON_SCALARS if self._is_any else self._exact.certain
         self._sure_text = str if str in self._certain else None
@@ -95,6 +98,20 @@ class Codec:
         to_json: Callable[..., bytes] = self._adapter.serializer.to_json
         self._to_json = to_json if self._plain is not None else partial(to_json, **asked)
         self._dump = self._dump_revealed if self._exact.hides else self._to_json
+
+    def _typed(self) -> TypeAdapter[Any]:
+        from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter
+
+        try:
+            if inspect.isroutine(self.body_type) or isinstance(self.body_type, str | dict):  # a dict: pydantic's schema
+                raise TypeError(f"{self.body_type!r} is no type")
+            return TypeAdapter(_supported(self.body_type))
+        except (PydanticSchemaGenerationError, PydanticUserError, TypeError, NameError) as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(
+                f"{self.name} cannot be a message body: {reason}; use a dataclass, a pydantic model, a TypedDict or a"
+                " plain JSON type"
+            ) from error
 
     @property
     def name(self) -> str:
@@ -141,7 +158,7 @@ class Codec:
         """
         kind = type(body)
         if self._is_any:
-            if kind not in _JSON and self._has_class(kind):
+            if kind not in _JSON and (is_dataclass(kind) or is_model(kind)):
                 return self._encode_by_class(body)
         elif kind is not self._plain:
             self._validated(body)
@@ -174,9 +191,6 @@ class Codec:
             raise SerializationError(
                 f"{self._of(body)} cannot be written as JSON: {field or 'the body'} is not finite; send None or a string"
             )
-
-    def _has_class(self, kind: type[Any]) -> bool:
-        return issubclass(kind, self._base) or is_dataclass(kind)
 
     def _encode_by_class(self, body: Any) -> bytes:
         kind = type(body)
@@ -261,6 +275,28 @@ class Codec:
     def _broken(self, what: str, error: Exception) -> SerializationError:
         """Return the error for what a validator of the user's type has raised and should not."""
         return SerializationError(f"{what} does not fit {self.name}: {type(error).__name__}: {error}")
+
+
+class _Untyped(NamedTuple):
+    """What a ``TypeAdapter(Any)`` has, by pydantic's core alone: a mailbox without a type needs no more, and opens sooner."""
+
+    core_schema: Mapping[str, Any]
+    validator: Any
+    serializer: Any
+
+
+@cache
+def _untyped() -> _Untyped:
+    from pydantic_core import SchemaSerializer, SchemaValidator, core_schema
+
+    schema = core_schema.any_schema()
+    return _Untyped(schema, SchemaValidator(schema), SchemaSerializer(schema))
+
+
+def is_model(kind: type[Any]) -> bool:
+    """True if ``kind`` is a pydantic model, which only a program that has imported pydantic can have."""
+    models = sys.modules.get("pydantic.main")
+    return models is not None and issubclass(kind, models.BaseModel)
 
 
 _JSON = frozenset({str, int, float, bool, NoneType, list, dict})

@@ -1,19 +1,21 @@
-"""Mailbox URLs: where a store is, and the options of a mailbox. Each backend states its own as a model (:class:`Options`).
+"""Mailbox URLs: where a store is, and the options of a mailbox. Each backend states its own as a class (:class:`Options`).
 
-The constructor of a mailbox has the defaults of its options, the model has their types and bounds. An option stands in the
-query of the URL or is given as a keyword, but not both. In the query it is text, which pydantic reads in lax mode.
+The constructor of a mailbox has the defaults of its options, the class has their types and bounds. An option stands in the
+query of the URL or is given as a keyword, but not both. In the query it is text, which pydantic reads in lax mode. Its core
+does this alone: the models of pydantic would double what a program imports that opens a mailbox.
 """
 
 from __future__ import annotations
 
 import re
+from copy import copy
 from dataclasses import dataclass, field
 from functools import wraps
 from inspect import signature
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Self, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, TypeAlias, get_type_hints
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import SchemaValidator, ValidationError, core_schema
 from typing_extensions import ParamSpec
 
 from mainspring import validation
@@ -23,10 +25,29 @@ from mainspring.redaction import shown
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from pydantic_core import CoreSchema
+
 P = ParamSpec("P")
 Host: TypeAlias = tuple[str, int]
 
 # ------------------------------------------------------------------------------------------------------------- options
+
+
+class Accepts:
+    """Which values an option takes: ``schema`` reads one, ``description`` says to people what it must be.
+
+    Neither errors nor a repr show the value of one that is ``secret``.
+    """
+
+    def __init__(self, schema: CoreSchema, description: str = "text", *, secret: bool = False) -> None:
+        self.read = SchemaValidator(schema).validate_python
+        self.description = description
+        self.secret = secret
+
+
+def number(schema: CoreSchema) -> CoreSchema:
+    """Return a schema for a number, or for None if ``schema`` takes that. It takes no bool, and reads ``none`` as None."""
+    return core_schema.no_info_before_validator_function(_number, schema)
 
 
 def _number(value: object) -> object:
@@ -35,19 +56,24 @@ def _number(value: object) -> object:
     return None if isinstance(value, str) and value.lower() == "none" else value
 
 
-NUMBER: Final = BeforeValidator(_number)
-"""Last in the type of an option that is a number: it takes no bool, and reads ``none`` as None."""
-Capacity: TypeAlias = Annotated[int | None, Field(ge=1, description="a whole number from 1, or None"), NUMBER]
-Duration: TypeAlias = Annotated[float, Field(ge=0.001, description="a number of seconds from 0.001"), NUMBER]
-Flag: TypeAlias = Annotated[bool, Field(description="true or false")]
-Secret: TypeAlias = Annotated[str | None, Field(repr=False)]
-"""Text that neither errors nor a repr show."""
+def seconds(least: float, most: float | None = None) -> CoreSchema:
+    """Return a schema for a finite number of seconds within these bounds."""
+    return core_schema.float_schema(ge=least, le=most, allow_inf_nan=False)
 
 
-class Options(BaseModel):
-    """The options of one kind of mailbox, checked. The description of a field says what its value must be."""
+Text: TypeAlias = Annotated[str, Accepts(core_schema.str_schema())]
+OptionalText: TypeAlias = Annotated[str | None, Accepts(core_schema.nullable_schema(core_schema.str_schema()))]
+Secret: TypeAlias = Annotated[str | None, Accepts(core_schema.nullable_schema(core_schema.str_schema()), secret=True)]
+Flag: TypeAlias = Annotated[bool, Accepts(core_schema.bool_schema(), "true or false")]
+Duration: TypeAlias = Annotated[float, Accepts(number(seconds(0.001)), "a number of seconds from 0.001")]
+Capacity: TypeAlias = Annotated[
+    int | None,
+    Accepts(number(core_schema.nullable_schema(core_schema.int_schema(ge=1))), "a whole number from 1, or None"),
+]
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
+
+class Options:
+    """The options of one kind of mailbox, checked. Each is an attribute whose annotation says what it :class:`Accepts`."""
 
     kind: ClassVar[str]
     """The name of the mailbox in errors."""
@@ -57,6 +83,11 @@ class Options(BaseModel):
     """What to write instead of an option that does not exist, by its name."""
     besides: ClassVar[str] = ""
     """What it takes besides these options: the end of the list in errors."""
+    _known: ClassVar[dict[str, Accepts]]
+
+    def __init_subclass__(cls) -> None:
+        hints = get_type_hints(cls, include_extras=True)
+        cls._known = {name: hint.__metadata__[0] for name, hint in hints.items() if hasattr(hint, "__metadata__")}
 
     @classmethod
     def of(cls, url: str, **given: Any) -> Self:
@@ -64,22 +95,30 @@ class Options(BaseModel):
 
         :raises ConfigError: one is unknown, or cannot be used. No secret is shown.
         """
-        try:
-            return cls(**given)
-        except ValidationError as error:
-            option = str(error.errors(include_url=False, include_context=False)[0]["loc"][0])
-        known = {field.alias or name: field for name, field in cls.model_fields.items()}
-        if option not in known:
-            instead = cls.hints.get(option) or f"it has {', '.join(known)}{cls.besides}"
-            raise ConfigError(f"{shown(url)!r}: {cls.kind} has no option {option!r}; {instead}")
-        value = f", not {validation.shown(given.get(option)):.200}" if known[option].repr else ""
-        raise ConfigError(f"{shown(url)!r}: {option} must be {known[option].description or 'text'}{value}")
+        options, known = cls(), cls._known
+        for name, value in given.items():
+            accepts = known.get(name)
+            if accepts is None:
+                instead = cls.hints.get(name) or f"it has {', '.join(known)}{cls.besides}"
+                raise ConfigError(f"{shown(url)!r}: {cls.kind} has no option {name!r}; {instead}")
+            try:
+                setattr(options, name, accepts.read(value))
+            except ValidationError:
+                got = "" if accepts.secret else f", not {validation.shown(value):.200}"
+                raise ConfigError(f"{shown(url)!r}: {name} must be {accepts.description}{got}") from None
+        return options
+
+    def with_values(self, **checked: Any) -> Self:
+        """Return a copy with other values of some options, which are not checked."""
+        options = copy(self)
+        vars(options).update(checked)
+        return options
 
 
 class ServerOptions(Options):
     """The options that all mailboxes on servers have."""
 
-    name: str
+    name: Text
     timeout: Duration
     silence: Duration
 

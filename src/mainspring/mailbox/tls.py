@@ -5,10 +5,10 @@ from __future__ import annotations
 import ssl
 from typing import TYPE_CHECKING, Annotated
 
-from pydantic import Field
+from pydantic_core import core_schema
 
 from mainspring.errors import ConfigError
-from mainspring.mailbox.settings import ServerOptions
+from mainspring.mailbox.settings import Accepts, OptionalText, ServerOptions
 
 if TYPE_CHECKING:
     from mainspring.mailbox.settings import MailboxURL
@@ -17,12 +17,15 @@ if TYPE_CHECKING:
 class TLSOptions(ServerOptions):
     """The options of a mailbox on a server whose driver is told of TLS by a context."""
 
-    ca_file: str | None = None
-    cert_file: str | None = None
-    key_file: str | None = None
+    ca_file: OptionalText = None
+    cert_file: OptionalText = None
+    key_file: OptionalText = None
     ssl_context: Annotated[
         ssl.SSLContext | None,
-        Field(description="an ssl.SSLContext (in a URL name the files: ca_file, cert_file, key_file)"),
+        Accepts(
+            core_schema.nullable_schema(core_schema.is_instance_schema(ssl.SSLContext)),
+            "an ssl.SSLContext (in a URL name the files: ca_file, cert_file, key_file)",
+        ),
     ] = None
 
     @property

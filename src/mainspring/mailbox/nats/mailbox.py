@@ -143,7 +143,7 @@ class NatsBackend(Backend):
         return name_at(address, NatsOptions, self._server.is_at)
 
     def sibling(self, name: str) -> NatsBackend:
-        return NatsBackend(self._server, self._options.model_copy(update={"name": name}))
+        return NatsBackend(self._server, self._options.with_values(name=name))
 
     # ---------------------------------------------------------------------------------------------------- life cycle
 

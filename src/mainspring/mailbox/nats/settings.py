@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic_core import core_schema
 
 from mainspring.errors import ConfigError
-from mainspring.mailbox.settings import NUMBER, Host, read_url
+from mainspring.mailbox.settings import Accepts, Host, OptionalText, number, read_url, seconds
 from mainspring.mailbox.tls import TLSOptions
 from mainspring.validation import MAX_VISIBILITY
 
@@ -37,12 +37,18 @@ class NatsOptions(TLSOptions):
 
     ack_wait: Annotated[
         float,
-        Field(ge=1, le=MAX_VISIBILITY, description=f"a number of seconds from 1 to {MAX_VISIBILITY:.0f}"),
-        NUMBER,
+        Accepts(number(seconds(1, MAX_VISIBILITY)), f"a number of seconds from 1 to {MAX_VISIBILITY:.0f}"),
     ]
-    replicas: Annotated[int, Field(ge=1, le=5, description="1, 3 or 5"), AfterValidator(_odd), NUMBER]
-    storage: Annotated[Literal["file", "memory"], Field(description="'file' or 'memory'")]
-    credentials: str | None
+    replicas: Annotated[
+        int,
+        Accepts(
+            number(core_schema.no_info_after_validator_function(_odd, core_schema.int_schema(ge=1, le=5))), "1, 3 or 5"
+        ),
+    ]
+    storage: Annotated[
+        Literal["file", "memory"], Accepts(core_schema.literal_schema(["file", "memory"]), "'file' or 'memory'")
+    ]
+    credentials: OptionalText
 
 
 @dataclass(frozen=True)

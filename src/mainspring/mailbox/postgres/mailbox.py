@@ -192,7 +192,7 @@ class PostgresBackend(BatchedBackend):
     def __init__(self, conninfo: str, options: PostgresOptions) -> None:
         super().__init__(options.name, options.capacity)
         self._conninfo = conninfo
-        self._name_at = lru_cache(1_000)(partial(local_name, conninfo=conninfo, schema=options.schema_name))
+        self._name_at = lru_cache(1_000)(partial(local_name, conninfo=conninfo, schema=options.schema))
         self._options = options
         self._number = 0
         self._store = ""
@@ -202,7 +202,7 @@ class PostgresBackend(BatchedBackend):
     @property
     def address(self) -> str:
         """Its URL, without a password: a worker on another store has its own login for it among its ``reply_stores``."""
-        return address_of(self._conninfo, self._options.schema_name, self.name)
+        return address_of(self._conninfo, self._options.schema, self.name)
 
     @property
     def transactions(self) -> int:
@@ -212,7 +212,7 @@ class PostgresBackend(BatchedBackend):
     async def migrate_schema(self, dry_run: bool) -> tuple[int, int]:
         """See :meth:`PostgresMailbox.migrate_schema`."""
         options = self._options
-        return await schemas.migrate_at(ConnectionPool(self._conninfo, options.timeout), options.schema_name, dry_run)
+        return await schemas.migrate_at(ConnectionPool(self._conninfo, options.timeout), options.schema, dry_run)
 
     def local_name(self, address: str) -> str | None:
         return self._name_at(address)
@@ -221,13 +221,11 @@ class PostgresBackend(BatchedBackend):
 
     async def open(self, scope: DaemonScope) -> None:
         options = self._options
-        shared = SharedPool.shared(
-            self._conninfo, options.schema_name, options.timeout, options.silence, options.listen
-        )
+        shared = SharedPool.shared(self._conninfo, options.schema, options.timeout, options.silence, options.listen)
         shared.acquire()
         try:
             self._store, self._number = await schemas.prepare(
-                shared.connections, options.schema_name, options.migrate, self.name
+                shared.connections, options.schema, options.migrate, self.name
             )
         except BaseException:
             await shared.release()
@@ -255,7 +253,7 @@ class PostgresBackend(BatchedBackend):
 
     async def exists(self) -> bool:
         return await schemas.has_mailbox(
-            ConnectionPool(self._conninfo, self._options.timeout), self._options.schema_name, self.name
+            ConnectionPool(self._conninfo, self._options.timeout), self._options.schema, self.name
         )
 
     async def close(self) -> None:
@@ -287,7 +285,7 @@ class PostgresBackend(BatchedBackend):
         self._pool.forget(self.name)
 
     def sibling(self, name: str) -> PostgresBackend:
-        return PostgresBackend(self._conninfo, self._options.model_copy(update={"name": name, "capacity": None}))
+        return PostgresBackend(self._conninfo, self._options.with_values(name=name, capacity=None))
 
     # -------------------------------------------------------------------------------------------------------- batches
 

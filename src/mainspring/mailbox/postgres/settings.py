@@ -11,11 +11,11 @@ from urllib.parse import quote, urlsplit
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
-from pydantic import AfterValidator, Field
+from pydantic_core import core_schema
 
 from mainspring.errors import ConfigError
 from mainspring.mailbox.limits import SILENCE
-from mainspring.mailbox.settings import NUMBER, Capacity, Flag, ServerOptions, name_at
+from mainspring.mailbox.settings import Accepts, Capacity, Flag, ServerOptions, name_at, number, seconds
 from mainspring.redaction import one_line, shown
 
 if TYPE_CHECKING:
@@ -60,14 +60,19 @@ class PostgresOptions(ServerOptions):
     schemes: ClassVar[tuple[str, ...]] = ("postgresql", "postgres")
     besides: ClassVar[str] = ", and libpq's"
 
-    name: Annotated[str, AfterValidator(_short), Field(description=f"text of up to {LONGEST_NAME} bytes")]
-    capacity: Capacity
-    schema_name: Annotated[
+    name: Annotated[
         str,
-        Field(
-            alias="schema",
-            pattern=r"^[a-z_][a-z0-9_]{0,39}$",
-            description=f"a name of up to 40 lower-case letters, digits and _, as in {SCHEMA!r}",
+        Accepts(
+            core_schema.no_info_after_validator_function(_short, core_schema.str_schema()),
+            f"text of up to {LONGEST_NAME} bytes",
+        ),
+    ]
+    capacity: Capacity
+    schema: Annotated[
+        str,
+        Accepts(
+            core_schema.str_schema(pattern=r"^[a-z_][a-z0-9_]{0,39}$"),
+            f"a name of up to 40 lower-case letters, digits and _, as in {SCHEMA!r}",
         ),
     ]
     """Plain, so that it needs no quotes in SQL."""
@@ -75,12 +80,10 @@ class PostgresOptions(ServerOptions):
     listen: Flag
     poll_interval: Annotated[
         float | None,
-        Field(
-            ge=0.001,
-            le=MAX_POLL_INTERVAL,
-            description=f"a number of seconds from 0.001 to {MAX_POLL_INTERVAL:g}, or None",
+        Accepts(
+            number(core_schema.nullable_schema(seconds(0.001, MAX_POLL_INTERVAL))),
+            f"a number of seconds from 0.001 to {MAX_POLL_INTERVAL:g}, or None",
         ),
-        NUMBER,
     ]
 
 

@@ -456,7 +456,7 @@ class RedisBackend(BatchedBackend):
         return float(again)
 
     def sibling(self, name: str) -> RedisBackend:
-        return RedisBackend(self._server, self._options.model_copy(update={"name": name, "capacity": None}))
+        return RedisBackend(self._server, self._options.with_values(name=name, capacity=None))
 
 
 def _need_driver() -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 from urllib.parse import quote, unquote
 
 from mainspring.errors import ConfigError
-from mainspring.mailbox.settings import Capacity, Duration, Flag, Host, Secret, read_url
+from mainspring.mailbox.settings import Capacity, Duration, Flag, Host, OptionalText, Secret, read_url
 from mainspring.mailbox.tls import TLSOptions
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class RedisOptions(TLSOptions):
     fallback_interval: Duration
     recovery_interval: Duration
     allow_eviction: Flag
-    username: str | None = None
+    username: OptionalText = None
     password: Secret = None
     sentinel_password: Secret = None
 

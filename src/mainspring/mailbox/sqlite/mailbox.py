@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Never
 from urllib.parse import quote, unquote
 
 import anyio
-from pydantic import Field
+from pydantic_core import core_schema
 from typing_extensions import TypeVar
 
 from mainspring.core import clock
@@ -21,7 +21,7 @@ from mainspring.mailbox.batched import Batcher, Command
 from mainspring.mailbox.limits import check_column, check_row, lease_over
 from mainspring.mailbox.mailbox import Mailbox
 from mainspring.mailbox.message import Dead, Nack
-from mainspring.mailbox.settings import NUMBER, Capacity, Options, name_at, with_query
+from mainspring.mailbox.settings import Accepts, Capacity, Options, Text, name_at, number, seconds, with_query
 from mainspring.mailbox.sqlite.connection import DatabaseFile
 from mainspring.mailbox.sqlite.store import JoiningAcknowledge, is_lease
 from mainspring.mailbox.sqlite.writer import LOOK_AGAIN, Job, SQLiteWaiters, Writer
@@ -112,10 +112,12 @@ class SQLiteOptions(Options):
     kind: ClassVar[str] = "a SQLite mailbox"
     schemes: ClassVar[tuple[str, ...]] = ("sqlite",)
 
-    name: str
-    synchronous: Annotated[Literal["full", "normal"], Field(description="'full' or 'normal'")]
+    name: Text
+    synchronous: Annotated[
+        Literal["full", "normal"], Accepts(core_schema.literal_schema(["full", "normal"]), "'full' or 'normal'")
+    ]
     capacity: Capacity
-    busy_timeout: Annotated[float, Field(ge=0, description="a number of seconds from 0"), NUMBER]
+    busy_timeout: Annotated[float, Accepts(number(seconds(0)), "a number of seconds from 0")]
 
 
 class SQLiteBackend(batched.BatchedBackend):
@@ -292,7 +294,7 @@ class SQLiteBackend(batched.BatchedBackend):
             self._writer.listen(self.waiters, wanted)
 
     def sibling(self, name: str) -> SQLiteBackend:
-        return SQLiteBackend(self.path, self._options.model_copy(update={"name": name, "capacity": None}))
+        return SQLiteBackend(self.path, self._options.with_values(name=name, capacity=None))
 
 
 def _writable(dead: Dead) -> Dead:
