@@ -375,20 +375,27 @@ def message_of(error: BaseException) -> str:
     return _shortened(text)
 
 
-def reason_of(error: BaseException | str) -> tuple[str, str, str]:
-    """Return an exception, or a reason in words, as it is kept: what it says, its type and its traceback.
-
-    Of a traceback above :data:`LONGEST_TRACEBACK` characters, its beginning and its end.
-    """
+def text_and_type(error: BaseException | str) -> tuple[str, str]:
+    """Return what an exception, or a reason in words, says, and its type, as both are kept."""
     if isinstance(error, str):
-        return _shortened(error), Reject.__qualname__, ""
+        return _shortened(error), Reject.__qualname__
+    return message_of(error), type(error).__qualname__
+
+
+def reason_of(error: BaseException | str) -> tuple[str, str, str]:
+    """Return an exception, or a reason in words, as it is kept: what it says, its type and its traceback."""
+    return *text_and_type(error), "" if isinstance(error, str) else traceback_of(error)
+
+
+def traceback_of(error: BaseException) -> str:
+    """Return the traceback of an exception: above :data:`LONGEST_TRACEBACK` characters, its beginning and its end."""
     import traceback
 
     trace = "".join(traceback.format_exception(error))
     if len(trace) > LONGEST_TRACEBACK:
         half = LONGEST_TRACEBACK // 2
         trace = f"{trace[:half]}\n… ({len(trace):,} characters) …\n{trace[-half:]}"
-    return message_of(error), type(error).__qualname__, trace
+    return trace
 
 
 def _shortened(text: str) -> str:

@@ -125,6 +125,14 @@ def test_below_debug_nobody_builds_starts_and_a_success_says_nothing(caplog: pyt
         assert len(caplog.records) == 1
 
 
+def test_above_error_failures_are_not_built(caplog: pytest.LogCaptureFixture) -> None:
+    dispatcher = events.Dispatcher()
+    with caplog.at_level(logging.CRITICAL, "mainspring"):
+        logs.subscribe(dispatcher)
+        assert not dispatcher.wants(events.MessageNotAcknowledged)
+        assert dispatcher.wants(events.HandlerStuck)
+
+
 def test_after_the_end_of_the_subscription_nothing_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     dispatcher = events.Dispatcher()
     with caplog.at_level(logging.DEBUG, "mainspring"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mainspring import Context, InMemoryMailbox, LoopGroup, MainLoop, Reject, RetryPolicy
+from mainspring import ConfigError, Context, InMemoryMailbox, LoopGroup, MainLoop, Reject, RetryPolicy
 from mainspring.events import MessageNotAcknowledged
 from support import FaultyMailbox
 
@@ -31,6 +31,16 @@ async def test_a_failure_says_where_it_came_from_and_when_it_comes_again(virtual
     assert event.where.endswith('in handle: raise ValueError("no")')
     assert "Traceback" in event.traceback
     assert "ValueError: no" in event.traceback
+
+
+async def test_a_dead_letter_and_its_event_have_the_same_traceback(virtual_clock):
+    async def handle(job: int) -> None:
+        raise ConfigError("no")
+
+    (event,), loop = await ends(handle)
+    (letter,) = await loop.mailbox.dead_letters()
+    assert letter.traceback == event.traceback
+    assert "in handle" in event.traceback
 
 
 async def test_an_instruction_is_no_fault(virtual_clock):

@@ -13,7 +13,7 @@ from typing_extensions import TypeVar
 
 from mainspring.core import clock, random
 from mainspring.core.process import on_fork
-from mainspring.errors import MessageSettledError, ReplyNotAvailableError, copied, reason_of
+from mainspring.errors import MessageSettledError, ReplyNotAvailableError, copied, reason_of, text_and_type
 from mainspring.mailbox.codec import Unserialized
 from mainspring.mailbox.history import Failure, crashes_before, read_history, remember, silences
 from mainspring.mailbox.limits import check_seconds
@@ -366,8 +366,8 @@ class Message(Generic[T, R]):
         """
         delay = as_seconds(delay)
         check_seconds("nack: delay", delay, MAX_DELAY)
-        failure = _GIVEN_BACK if error is None else Dead.of(error)
-        history = history_with(self.mailbox, self.delivery, failure) if charge else None
+        failure = _GIVEN_BACK if error is None else text_and_type(error)
+        history = history_with(self.mailbox, self.delivery, *failure) if charge else None
         await self.settle(Nack(float(delay), charge, history=history))
 
     async def release(self) -> None:
@@ -431,15 +431,15 @@ class Message(Generic[T, R]):
 
 
 _RELEASE = Nack(charge=False, front=True)
-_GIVEN_BACK = Dead("given back by nack(), without an error", "Nack")
+_GIVEN_BACK = ("given back by nack(), without an error", "Nack")
 
 
-def history_with(mailbox: Mailbox[Any, Any], delivery: ClaimedMessage, failure: Dead) -> str | None:
-    """Return the history of a message with ``failure`` as that of this attempt; None where the store keeps none."""
+def history_with(mailbox: Mailbox[Any, Any], delivery: ClaimedMessage, error: str, error_type: str) -> str | None:
+    """Return the history of a message with that failure as that of this attempt; None where the store keeps none."""
     if not mailbox.capabilities.history:
         return None
     now = clock.utc_now().timestamp()
-    return remember(delivery.history, delivery.attempt, failure.error, failure.error_type, now)
+    return remember(delivery.history, delivery.attempt, error, error_type, now)
 
 
 def history_until(mailbox: Mailbox[Any, Any], delivery: ClaimedMessage) -> str | None:

@@ -62,7 +62,7 @@ def completed(mailbox: Mailbox[Any, Any], delivery: ClaimedMessage, dead: Dead) 
     """Return ``dead`` with the message's history and, where its sender wants to hear of it, an error reply."""
     history, reply = dead.history, dead.reply
     if history is None:
-        history = history_with(mailbox, delivery, dead)
+        history = history_with(mailbox, delivery, dead.error, dead.error_type)
     if reply is None and delivery.reply_to is not None and REPLY_ERRORS in delivery.headers:
         reply = _error_reply(mailbox, delivery.message_id, delivery.reply_to, dead.error, dead.error_type)
     return replace(dead, history=history, reply=reply)

@@ -57,6 +57,6 @@ class Periodic:
         self._sleep = anyio.CancelScope(deadline=self.due)
         with self._sleep:
             try:
-                await anyio.sleep_forever()
+                await anyio.Event().wait()  # on trio, sleep_forever() would be a scope of its own
             finally:
                 self._sleep = None

@@ -139,8 +139,8 @@ def _is_trouble(event: Any) -> bool:
 def subscribe(dispatcher: events.Dispatcher) -> Callable[[], None]:
     """Log what ``dispatcher`` tells from now on. Return a function that ends this.
 
-    The starts and successes of messages are subscribed to only if ``mainspring.message`` is enabled for DEBUG at this moment.
-    Otherwise the loops do not build such events.
+    The starts and successes of messages are subscribed to only if ``mainspring.message`` is enabled for DEBUG at this moment,
+    their failures only if it is for ERROR. Otherwise the loops do not build such events.
     """
     writers: dict[type[Any], Callable[[Any], None]] = {
         **dict.fromkeys(_PLAIN_LINES, _plain_line),
@@ -156,6 +156,8 @@ def subscribe(dispatcher: events.Dispatcher) -> Callable[[], None]:
     if not _message.isEnabledFor(logging.DEBUG):
         del writers[events.MessageStarted]
         writers[events.MessageNotAcknowledged] = writers.pop(events.MessageFinished)
+    if not _message.isEnabledFor(logging.ERROR):
+        del writers[events.MessageNotAcknowledged]
     storms = _Storms()
     for kind in _COMES_AND_GOES:
         writers[kind] = storms.calmed(writers[kind])

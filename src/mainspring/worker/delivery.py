@@ -22,6 +22,7 @@ from mainspring.errors import (
     Retry,
     SerializationError,
     TaskExitError,
+    text_and_type,
 )
 from mainspring.events import MessageStarted
 from mainspring.mailbox import replies
@@ -462,7 +463,7 @@ class HandlerRuns:
             reply = None if message.reply_to is None else replies.failure_reply(message, decision.error or error)
             return decision._replace(settlement=Ack(reply))
         if isinstance(settlement, Nack) and settlement.charge:
-            history = history_with(message.mailbox, message.delivery, Dead.of(lone_error(error)))
+            history = history_with(message.mailbox, message.delivery, *text_and_type(lone_error(error)))
             return _with_history(decision, history)
         return decision
 

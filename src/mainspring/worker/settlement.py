@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -17,6 +16,7 @@ from mainspring.errors import (
     ReplyError,
     Retry,
     describe,
+    traceback_of,
 )
 from mainspring.events import (
     MessageFinished,
@@ -26,7 +26,7 @@ from mainspring.events import (
     SettlementRecovered,
 )
 from mainspring.mailbox import replies
-from mainspring.mailbox.message import Ack, Nack
+from mainspring.mailbox.message import Ack, Dead, Nack
 from mainspring.runtime.cancellation import is_spurious_cancellation
 from mainspring.runtime.retry import Retries
 from mainspring.worker.delivery import Phase
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from mainspring.events import Dispatcher, Tally
     from mainspring.mailbox.mailbox import Mailbox
-    from mainspring.mailbox.message import Envelope, Message
+    from mainspring.mailbox.message import Envelope, Message, Settlement
     from mainspring.runtime.heartbeat import Heartbeat
     from mainspring.worker.delivery import Delivery
     from mainspring.worker.slots import Slots
@@ -106,7 +106,7 @@ class Settler:
                 charged=returned is None or returned.charge,
                 retry_in=None if returned is None else returned.delay,
                 where="" if fault is None else where_raised(fault),
-                traceback="" if fault is None else "".join(traceback.format_exception(fault)),
+                traceback="" if fault is None else _trace_of(fault, settlement),
                 error_type=None if fault is None else type(fault).__qualname__,
                 queue_seconds=message.delivery.queue_seconds if message.delivery_count == 1 else None,
             )
@@ -227,6 +227,10 @@ def _is_hopeless(delivery: Delivery, decision: Decision, error: Exception) -> bo
     if not isinstance(decision.settlement, Ack) or decision.settlement.reply is None:
         return False
     return not _retryable(error) or anyio.current_time() >= delivery.settling_since + REPLY_TIMEOUT
+
+
+def _trace_of(error: BaseException, settlement: Settlement | None) -> str:
+    return settlement.traceback if isinstance(settlement, Dead) else traceback_of(error)  # it takes long to write one
 
 
 def _where(error: BaseException) -> str:
