@@ -409,6 +409,8 @@ class Dispatcher:
         return self is other or any(onward._reaches(other) for onward in self._onward)  # noqa: SLF001 - as above
 
     def _changed(self) -> None:
+        if not self._by_type:  # then no source has anything of it: that would have been remembered here on its way
+            return
         self._by_type.clear()
         for source in self._sources:
             source._changed()  # noqa: SLF001 - one of its kind

@@ -32,14 +32,16 @@ def actors_of(loops: Iterable[AnyRunnable]) -> list[LoopActor]:
         raise ConfigError(f"LoopGroup: its first argument is a list of loops, not {loops!r}")
     actors: list[LoopActor] = []
     names: set[str] = set()
+    owned: set[int] = set()  # of `actors`, which keep them
     for loop in loops:
         if not isinstance(loop, Runnable):
             raise ConfigError(
                 f"LoopGroup: {loop!r} is no loop; it needs run(), shutdown(), running and heartbeat (see Runnable)"
             )
         actor = loop if isinstance(loop, LoopActor) else LoopActor(loop)
-        if any(_own(other) is _own(actor) for other in actors):
+        if id(_own(actor)) in owned:
             raise ConfigError(f"LoopGroup: {loop!r} stands in it twice; name it once, or make a second loop")
+        owned.add(id(_own(actor)))
         unique, count = actor.name, 1
         while unique in names:
             count += 1

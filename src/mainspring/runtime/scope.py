@@ -32,8 +32,9 @@ _log = Logger("mainspring")
 class Daemon:
     """One task of a scope. ``stop`` (where given) asks it politely to end; else stopping it means cancelling it."""
 
-    def __init__(self, name: str, stop: Callable[[], object] | None) -> None:
+    def __init__(self, name: str, stop: Callable[[], object] | None, scope: DaemonScope) -> None:
         self.name = name
+        self._owner = scope
         self._stop = stop
         self._scope = anyio.CancelScope()
         self._done = anyio.Event()
@@ -84,6 +85,7 @@ class Daemon:
         finally:
             self._coroutine = None
             self._done.set()
+            self._owner._some_ended = True  # noqa: SLF001 - one module
 
     def ask(self) -> None:
         """Ask it politely to end, where it can be asked and still runs."""
@@ -119,10 +121,12 @@ class Daemon:
 class ThreadDaemon(Daemon):
     """One thread of a scope, and the task that waits for it. It cannot be cancelled: one that goes on is left behind."""
 
-    def __init__(self, name: str, stop: Callable[[], object] | None, fn: Callable[[], object], grace: float) -> None:
-        super().__init__(name, stop)
+    def __init__(
+        self, name: str, stop: Callable[[], object] | None, scope: DaemonScope, fn: Callable[[], object]
+    ) -> None:
+        super().__init__(name, stop, scope)
         self._fn = fn
-        self._grace = grace
+        self._grace = scope.grace
         self._thread: OwnThread[object] | None = None
 
     @property
@@ -177,6 +181,7 @@ class DaemonScope:
         self.grace = grace
         self.reports: list[PartReport] = []
         self._daemons: list[Daemon] = []
+        self._some_ended = False
         self._group: TaskGroup | None = None
 
     def __repr__(self) -> str:
@@ -231,7 +236,7 @@ class DaemonScope:
         :raises InvalidParameterError: ``fn`` is no async function: a plain one, which would block the event loop, runs by
             :meth:`start_thread`, and of a coroutine the function is passed.
         """
-        daemon = Daemon(self._check(fn, name, stop, "start_soon"), stop)
+        daemon = Daemon(self._check(fn, name, stop, "start_soon"), stop, self)
         self._add(daemon)
         self._entered().start_soon(daemon._run, fn, args, name=daemon.name)  # noqa: SLF001 - one module
         return daemon
@@ -252,7 +257,7 @@ class DaemonScope:
 
         :raises InvalidParameterError: ``fn`` is async or a generator, or cannot be called.
         """
-        daemon = ThreadDaemon(self._check(fn, name, stop, "start_thread"), stop, partial(fn, *args), self.grace)
+        daemon = ThreadDaemon(self._check(fn, name, stop, "start_thread"), stop, self, partial(fn, *args))
         self._add(daemon)
         self._entered().start_soon(daemon._run, daemon.run, (), name=daemon.name)  # noqa: SLF001 - one module
         return daemon
@@ -268,7 +273,7 @@ class DaemonScope:
 
         :raises InvalidParameterError: as :meth:`start_soon` has it.
         """
-        daemon = Daemon(self._check(fn, name, stop, "start"), stop)
+        daemon = Daemon(self._check(fn, name, stop, "start"), stop, self)
         self._add(daemon)
 
         async def run(*, task_status: TaskStatus[Any]) -> None:
@@ -327,7 +332,9 @@ class DaemonScope:
         return label
 
     def _add(self, daemon: Daemon) -> None:
-        self._daemons[:] = [old for old in self._daemons if not old.done]
+        if self._some_ended:
+            self._some_ended = False
+            self._daemons[:] = [old for old in self._daemons if not old.done]
         self._daemons.append(daemon)
 
     def _entered(self) -> TaskGroup:
