@@ -5,11 +5,17 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from importlib import import_module
+from inspect import signature
 from pathlib import Path
 
 import pytest
 
 from mainspring.cli.app import call
+from mainspring.cli.progress import progress
+from mainspring.cli.simulate import SimulateOptions, simulate_target
+from mainspring.testing import Faults, Simulation, simulate
+from mainspring.testing.simulation.run import HOURLY
 
 SOURCE = """
 from dataclasses import dataclass
@@ -59,15 +65,41 @@ def module(tmp_path: Path) -> str:
 @pytest.mark.slow
 def test_what_holds(module: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(["simulate", f"{module}:build_patient", "--seeds", "3", *SHORT]) == 0
-    assert "3 seeds: " in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "3 seeds, each 30m of 2 workers with 1 message a minute, 20 times the default faults:\n" in told
 
 
 @pytest.mark.slow
-def test_the_duration_may_be_left_out(module: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        call(["simulate", f"{module}:build_patient", "--seeds", "1", "--faults", "none", "--per-minute", "0.01"]) == 0
+def test_the_defaults_are_those_of_a_test(module: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(["simulate", f"{module}:build_patient", "--seed", "3", "--workers", "1", "--json"]) == 0
+    run = json.loads(capsys.readouterr().out)["run"]
+    again = Simulation(
+        seed=3, workers=1, duration=signature(simulate).parameters["duration"].default, faults=Faults().times(HOURLY)
     )
-    assert "1 seeds: 24.0 virtual hours" in capsys.readouterr().out
+    report = again.run(import_module(module).build_patient)
+    assert (run["plan"], run["counts"]) == ([str(fault) for fault in report.plan], report.counts)
+
+
+@pytest.mark.slow
+def test_where_there_is_no_terminal_lines_tell_how_far_it_is(module: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = SimulateOptions(seeds=3, duration=1800, workers=2, progress_every=0.1)
+    assert simulate_target(f"{module}:build_patient", options) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines
+    assert all(re.fullmatch(r"simulating 3 seeds: \d+% in \d+ s(, about \d+ s to go)?", line) for line in lines), lines
+    shares = [int(re.findall(r"(\d+)%", line)[0]) for line in lines]
+    assert shares == sorted(shares)
+    assert max(shares) <= 100
+
+
+def test_lines_of_progress_come_at_most_so_often(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress("working", 4, every=3600) as show:
+        for done in range(4):
+            show(done)
+    assert capsys.readouterr().err == ""
+    with progress("looking", None, every=0) as show:
+        show(2)
+    assert capsys.readouterr().err == "looking: 2 runs in 0 s\n"
 
 
 @pytest.mark.slow
@@ -87,6 +119,7 @@ def test_what_breaks_is_told_and_its_command_tells_the_same(module: str, capsys:
     assert "the work is lost" in told
     assert "\nw0 " in told
     command = told.partition("to run it again:\n")[2].splitlines()[0]
+    assert "--rate" not in command  # the rates are the default ones
     assert call([*shlex.split(command)[1:], "--no-shrink", "--log", "y.log", "--json"]) == 1
     figures = json.loads(capsys.readouterr().out)
     assert figures["run"]["violation"]["rule"] == "work done"

@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import sys
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import typer
 
+from mainspring.cli.progress import EVERY, progress
 from mainspring.cli.target import load_builder
+from mainspring.cli.times import duration_text
 from mainspring.cli.user_errors import FAILED, WRONG_USE, UserError
+from mainspring.validation import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from mainspring.testing.simulation import Faults, Simulation, SimulationReport
 
 CHUNK = 8
-"""Seeds that a process is given at once."""
+"""The most seeds that a process is given at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +37,10 @@ class SimulateOptions:
 
     seeds: int = 20
     seed: int | None = None
-    duration: float = 86_400.0
+    duration: float = 3_600.0
     workers: int = 4
     kinds: str | None = None
-    times: float = 1.0
+    times: float = 20.0
     rates: tuple[str, ...] = ()
     keep: str | None = None
     per_minute: float = 1.0
@@ -46,6 +50,7 @@ class SimulateOptions:
     log: Path | None = None
     svg: Path | None = None
     as_json: bool = False
+    progress_every: float = EVERY
 
 
 @dataclass(slots=True)
@@ -140,12 +145,14 @@ def _body(text: str | None) -> Callable[[int], Any] | None:
 def _one(simulation: Simulation, build: Callable[..., Any], options: SimulateOptions, *, smaller: bool) -> Any:
     from mainspring.testing.simulation import shrink
 
-    report = simulation.run(build)
+    with _progress(options, f"simulating seed {simulation.seed}", simulation.duration) as show:
+        report = simulation.run(build, progress=show)
     if report.failed and smaller:
-        with _progress(options, f"seed {simulation.seed} fails: looking for a smaller case", None) as tick:
+        with _progress(options, f"seed {simulation.seed} fails: looking for a smaller case", None) as show:
+            runs = count(1)
 
             def run(candidate: Simulation) -> SimulationReport:
-                tick()
+                show(next(runs))
                 return candidate.run(build)
 
             report = shrink(report, run)
@@ -156,16 +163,17 @@ def _hunt(
     first: Simulation, target: str, build: Callable[..., Any], options: SimulateOptions, results: Results
 ) -> int | None:
     """Return the first seed that fails, or None. The seeds run in their order, or in several processes at once."""
-    with _progress(options, "simulating", options.seeds) as tick:
+    seeds = range(options.seeds)
+    with _progress(options, f"simulating {counted(options.seeds, 'seed')}", options.seeds) as show:
         if options.jobs == 1:
-            figures: Iterator[dict[str, Any]] = (
-                first.but(seed=seed).run(build).as_dict() for seed in range(options.seeds)
-            )
-            return _first_failure(figures, results, tick)
+            show_part = partial(_show_part, show, results, first.duration)
+            runs = (first.but(seed=seed).run(build, progress=show_part).as_dict() for seed in seeds)
+            return _first_failure(runs, results, show)
         context = multiprocessing.get_context("spawn")
+        chunk = max(1, min(CHUNK, options.seeds // (4 * options.jobs)))
         with ProcessPoolExecutor(options.jobs, mp_context=context) as pool:
             run = partial(_run_in_child, target, options)
-            failed = _first_failure(pool.map(run, range(options.seeds), chunksize=CHUNK), results, tick)
+            failed = _first_failure(pool.map(run, seeds, chunksize=chunk), results, show)
             pool.shutdown(cancel_futures=True)
             return failed
 
@@ -174,29 +182,25 @@ def _run_in_child(target: str, options: SimulateOptions, seed: int) -> dict[str,
     return _simulation(target, options).but(seed=seed).run(load_builder(target)).as_dict()
 
 
-def _first_failure(figures: Iterator[dict[str, Any]], results: Results, tick: Callable[[], object]) -> int | None:
-    for run in figures:
+def _show_part(show: Callable[[float], None], results: Results, duration: float, now: float) -> None:
+    """Show the runs that have ended, and the part of the present one that is over at virtual second ``now``."""
+    show(results.runs + min(1.0, now / duration))
+
+
+def _first_failure(runs: Iterator[dict[str, Any]], results: Results, show: Callable[[float], None]) -> int | None:
+    for run in runs:
         results.add(run)
-        tick()
+        show(results.runs)
         if run["failed"]:
             seed: int = run["seed"]
             return seed
     return None
 
 
-@contextmanager
-def _progress(options: SimulateOptions, what: str, total: int | None) -> Iterator[Callable[[], object]]:
-    """Show a progress bar on standard error if that is a terminal."""
-    if options.as_json or not sys.stderr.isatty():
-        yield lambda: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda: bar.advance(task)
+def _progress(
+    options: SimulateOptions, what: str, total: float | None
+) -> AbstractContextManager[Callable[[float], None]]:
+    return nullcontext(lambda done: None) if options.as_json else progress(what, total, every=options.progress_every)
 
 
 # ------------------------------------------------------------------------------------------------------------ telling
@@ -212,7 +216,7 @@ def _tell(report: SimulationReport | None, results: Results, options: SimulateOp
         typer.echo(json.dumps(_as_json(report, results), indent=2))
     else:
         if results.runs:
-            typer.echo(_summary(results))
+            typer.echo(_summary(results, options))
         if report is not None:
             typer.echo(str(report))
         if report is not None and report.failed:
@@ -232,13 +236,24 @@ def _as_json(report: SimulationReport | None, results: Results) -> dict[str, Any
     }
 
 
-def _summary(results: Results) -> str:
+def _workload(options: SimulateOptions) -> str:
+    """Describe what was run: a figure such as ``times real time`` says nothing without it."""
+    plural = "" if options.per_minute == 1 else "s"
+    kinds = "" if options.kinds is None else f" of {options.kinds}"
+    return (
+        f"each {duration_text(options.duration)} of {counted(options.workers, 'worker')} with {options.per_minute:g}"
+        f" message{plural} a minute, {', '.join((f'{options.times:g} times the default faults{kinds}', *options.rates))}"
+    )
+
+
+def _summary(results: Results, options: SimulateOptions) -> str:
     hours = results.virtual_seconds / 3600
     speed = results.virtual_seconds / results.real_seconds if results.real_seconds else 0.0
     told = ", ".join(f"{number:,} {name}" for name, number in results.counts.items())
     return (
-        f"{results.runs:,} seeds: {hours:,.1f} virtual hours in {results.real_seconds:.1f} s of work ({speed:,.0f} times real"
-        f" time), {results.faults:,} planned faults\n{told}"
+        f"{counted(results.runs, 'seed')}, {_workload(options)}:\n"
+        f"{hours:,.1f} virtual hours in {results.real_seconds:.1f} s of work ({speed:,.0f} times real time),"
+        f" {results.faults:,} planned faults\n{told}"
     )
 
 

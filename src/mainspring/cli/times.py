@@ -24,6 +24,12 @@ def seconds(given: str | float) -> float:
     return found
 
 
+def duration_text(seconds: float) -> str:
+    """Return a duration as an option takes it: ``24h``, ``1.5h``, ``90s``."""
+    unit = next((unit for unit in ("h", "m") if seconds >= UNITS[unit] and seconds % (UNITS[unit] / 2) == 0), "s")
+    return f"{seconds / UNITS[unit]:g}{unit}"
+
+
 def instant(text: str) -> datetime:
     """Return the instant of a date and time in ISO 8601 with a time zone; for options (``parser=instant``)."""
     try:

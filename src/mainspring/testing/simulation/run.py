@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 HISTORY = 30
 """Number of the last events of a message that a violation shows."""
+HOURLY = 20.0
+"""Factor for the faults of a run of an hour: about the faults of a day."""
 
 
 @dataclass(frozen=True)
@@ -134,14 +136,20 @@ class Simulation:
         if not isinstance(self.faults, Faults):
             raise ConfigError(f"Simulation: faults must be Faults(…), not {self.faults!r}")
 
-    def run(self, build: Callable[[Mailbox[Any, Any]], LoopGroup]) -> SimulationReport:
+    def run(
+        self,
+        build: Callable[[Mailbox[Any, Any]], LoopGroup],
+        *,
+        progress: Callable[[float], object] | None = None,
+    ) -> SimulationReport:
         """Run the group of ``build(mailbox)`` in each simulated process, and judge the run.
 
+        :param progress: called with the virtual time, four times a real second, in another thread.
         :raises ConfigError: the group cannot be simulated; the message says why.
         :raises RealWorldError: the code opens sockets, starts threads, sleeps in real time, or blocks.
         """
         began = clock.monotonic()
-        run = _Run(self, build)
+        run = _Run(self, build, progress)
         try:
             run_virtual(run.main, seed=self.seed)
         except BaseException as error:
@@ -185,11 +193,12 @@ class Simulation:
         words = ["mainspring", "simulate", self.target, "--seed", str(self.seed), "--duration", f"{self.duration!r}"]
         words += ["--workers", str(self.workers)]
         kinds = [name for name in Faults.kinds if getattr(self.faults, name)]
+        usual = Faults().times(HOURLY)
         if len(kinds) < len(Faults.kinds):
             words += ["--faults", ",".join(kinds) or "none"]
         for name in kinds:
             value = getattr(self.faults, name)
-            if value != getattr(Faults(), name):
+            if value != getattr(usual, name):
                 words += ["--rate", f"{name}={value!r}"]
         if self.per_minute != 1:
             words += ["--per-minute", f"{self.per_minute!r}"]
@@ -205,13 +214,19 @@ class Simulation:
 class _Run:
     """The event loop of a run, and what the report needs afterwards."""
 
-    def __init__(self, simulation: Simulation, build: Callable[[Mailbox[Any, Any]], LoopGroup]) -> None:
+    def __init__(
+        self,
+        simulation: Simulation,
+        build: Callable[[Mailbox[Any, Any]], LoopGroup],
+        progress: Callable[[float], object] | None,
+    ) -> None:
         self.world: World | None = None
         self.guards: Any = None
         self.planned: Sequence[PlannedFault] = ()
         self.ended_at = 0.0
         self._simulation = simulation
         self._build = build
+        self._progress = progress
 
     async def main(self) -> None:
         import trio
@@ -224,7 +239,7 @@ class _Run:
 
         simulation = self._simulation
         virtual = VirtualClock()
-        guards = self.guards = Guards(self._stop, lambda: (virtual.now, self._work()), simulation.patience)
+        guards = self.guards = Guards(self._stop, lambda: self._sign_of_life(virtual), simulation.patience)
         with guards():
             nothing: Any = None  # as this mailbox is never called
             mailbox = Mailbox(SimulatedBackend("jobs", nothing, "", nothing))
@@ -250,8 +265,10 @@ class _Run:
         if self.world is not None:
             self.world.stop()
 
-    def _work(self) -> int:
-        return len(self.world.log) if self.world is not None else 0
+    def _sign_of_life(self, virtual: VirtualClock) -> tuple[float, int]:
+        if self._progress is not None:
+            self._progress(virtual.now)
+        return virtual.now, len(self.world.log) if self.world is not None else 0
 
 
 def _count(world: World) -> dict[str, int]:
@@ -344,10 +361,6 @@ def subsets(numbers: list[int]) -> Iterator[list[int]]:
         for start in range(0, len(numbers), size):
             yield numbers[:start] + numbers[start + size :]
         size = 0 if size == 1 else (size + 1) // 2
-
-
-HOURLY = 20.0
-"""Factor for the faults of a short run: about the faults of a day in one virtual hour."""
 
 
 def simulate(
