@@ -30,6 +30,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import ctypes
+import gc
 import importlib.metadata
 import itertools
 import json
@@ -45,6 +46,9 @@ BODY = "x" * 100
 SENDERS = 100
 """Sends that are out at once at most, also at a given rate. Where the peer has no async they are threads."""
 BULK = 1_000
+TOGETHER = 0.0001
+"""Seconds within which sends leave together, so that a sender of tens of thousands a second is not busy with timers. Their
+lateness counts."""
 WARM = "warm"
 """How a body begins that makes the worker ready, and is not measured."""
 IDLE = 2.0
@@ -167,14 +171,16 @@ class AsyncSide:
             await self.peer.send(WARM)
             await asyncio.sleep(0.1)
         await asyncio.sleep(0.5)
+        gc.freeze()  # the sender's own collections are of this script's making, and no contender's
 
     async def at_rate(self, count: int, ready: threading.Event, rate: float) -> None:
         await self.warm(ready)
-        timer, free = Timer(), asyncio.Semaphore(SENDERS)
+        timer, free, woke = Timer(), asyncio.Semaphore(SENDERS), 0.0
         async with asyncio.TaskGroup() as tasks:
             for due, body in arrivals(count, rate):
                 if due > time.perf_counter():
-                    await timer.until(due)
+                    await timer.until(max(due, woke + TOGETHER))
+                    woke = time.perf_counter()
                 await free.acquire()
                 tasks.create_task(self.peer.send(body)).add_done_callback(lambda _: free.release())
 
@@ -237,6 +243,7 @@ class BlockingSide:
             self.peer.send(WARM)
             time.sleep(0.1)
         time.sleep(0.5)
+        gc.freeze()
 
     def at_rate(self, count: int, ready: threading.Event, rate: float) -> None:
         self.warm(ready)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import anyio
 from harness import Peer, main
 
 from mainspring import LoopGroup, MainLoop, open_mailbox
@@ -35,11 +34,8 @@ class Ours(Peer):
         async def handler(job: str) -> None:
             handle(job)
 
-        async with (
-            open_mailbox(self.url, body=str) as mailbox,
-            LoopGroup([MainLoop(mailbox, handler, **options)], guardian=guardian),
-        ):
-            await anyio.sleep_forever()
+        mailbox = open_mailbox(self.url, body=str)
+        await LoopGroup([MainLoop(mailbox, handler, **options)], guardian=guardian).run()
 
 
 if __name__ == "__main__":

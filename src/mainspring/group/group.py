@@ -144,8 +144,11 @@ class LoopGroup:
 
         With ``install_signals`` it receives SIGTERM and SIGINT and owns its process. A second signal skips to cancelling, and a
         third leaves at once. Past ``shutdown_timeout + cancel_grace + 1`` seconds it prints the report and all stacks, and
-        leaves with status 70. ``until_empty`` ends it once nothing is delayed, pending or in flight in any of its mailboxes.
-        The other keywords are handed to the loops.
+        leaves with status 70. While it runs, garbage collections leave out what existed once it had started (``gc.freeze()``),
+        unless the program has frozen objects itself.
+
+        ``until_empty`` ends it once nothing is delayed, pending or in flight in any of its mailboxes. The other keywords are
+        handed to the loops.
 
         A loop that crashes for good stops the others gracefully, and its error is raised. Cancelled from outside, handlers
         are cancelled and their messages released.

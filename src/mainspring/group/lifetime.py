@@ -6,7 +6,7 @@ import math
 import os
 import signal
 import threading
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ from mainspring.events import (
 from mainspring.group.checks import Checks
 from mainspring.group.managed_loop import ManagedLoop
 from mainspring.group.shutdown import Shutdown
+from mainspring.group.startup_objects import startup_objects_frozen
 from mainspring.group.thread_leaks import ThreadLeaks
 from mainspring.group.until_empty import UntilEmpty
 from mainspring.mailbox.mailbox import Mailbox
@@ -57,7 +58,8 @@ class Lifetime:
     """Everything that exists once a run; a group that runs again gets a new one.
 
     Start order, and the reverse of the stop order: signals, block watch and guardian, health server, mailboxes, watchdog,
-    loops. ``owner`` means that this run owns its process: it receives the signals, and leaves by force when it must.
+    loops. ``owner`` means that this run owns its process: it receives the signals, keeps what exists once all has started out
+    of garbage collections, and leaves by force when it must.
     """
 
     def __init__(
@@ -167,7 +169,8 @@ class Lifetime:
                         await managed.begun.wait()
                     self._enter(GroupState.RUNNING)
                     ready()
-            await self.shutdown.requested.wait()
+            with startup_objects_frozen() if self._owner else nullcontext():
+                await self.shutdown.requested.wait()
             if self.started:
                 await self.shutdown.run()
                 await self._after_the_loops()
