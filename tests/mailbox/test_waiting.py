@@ -40,7 +40,7 @@ class Queue:
 async def alarm(waiters):
     """The timer that ends waits."""
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(waiters.alarm.run)
+        tasks.start_soon(waiters.alarms.timer.run)
         yield
         tasks.cancel_scope.cancel()
 

@@ -8,7 +8,7 @@ import anyio
 import pytest
 from anyio import wait_all_tasks_blocked
 
-from mainspring.runtime.interval import Periodic
+from mainspring.runtime.interval import Alarms, Periodic
 from support import virtually
 
 pytestmark = pytest.mark.anyio
@@ -164,3 +164,33 @@ async def test_what_a_step_raises_ends_the_run():
 
     with pytest.raises(ValueError, match="broken"):
         await Periodic(step, first=-math.inf).run()
+
+
+@virtually
+async def test_alarms_ring_at_their_own_instants_on_one_timer(clock):
+    alarms = Alarms()
+    rung = []
+
+    def ring(name, *asks):
+        left = list(asks)
+
+        def step():
+            rung.append((name, anyio.current_time()))
+            return left.pop(0) if left else math.inf
+
+        return alarms.alarm(step)
+
+    one, two = ring("one", 8.0), ring("two")
+    async with anyio.create_task_group() as group:
+        group.start_soon(alarms.timer.run)
+        one.wake_by(5.0)
+        two.wake_by(30.0)
+        await anyio.sleep(1)
+        two.wake_by(3.0)
+        two.wake_by(4.0)  # which is later
+        await anyio.sleep(100)
+        two.wake_by(0.0)  # long past: now
+        await anyio.sleep(1)
+        group.cancel_scope.cancel()
+    assert rung == [("two", 3.0), ("one", 5.0), ("one", 8.0), ("two", 101.0)]
+    assert one.due == two.due == math.inf

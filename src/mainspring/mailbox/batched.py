@@ -23,7 +23,6 @@ if the backend says how. On a lost connection, each command that has not taken p
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
@@ -37,7 +36,7 @@ from mainspring.errors import MailboxClosedError, MailboxConnectionError, copied
 from mainspring.mailbox.backend import Backend
 from mainspring.mailbox.limits import CLOSE_TIMEOUT, COURTESY
 from mainspring.runtime.cancellation import is_spurious_cancellation, native_cancels
-from mainspring.runtime.interval import Periodic
+from mainspring.runtime.interval import Alarms, Periodic
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
@@ -486,19 +485,21 @@ class Waiters:
     """The claims of one mailbox object that wait, in a line. ``closed`` ends all waiting.
 
     A claim that finds nothing parks in it, and what brings messages wakes a claim for each. ``alarm`` ends the waits at their
-    deadlines: one timer for all, as a scope for each would cost more than its message.
+    deadlines: one for all claims, as a scope for each would cost more than its message. ``alarms`` is what it rings by.
 
     ``signals`` is raised whenever there may be more to claim, also by threads; a claim takes it down before it looks, and
     hands it to :meth:`wait`. What raises it looks at ``parked`` afterwards, and a claim parks before it looks at
     ``signals``: so one of the two sees the other, and no message is missed between.
     """
 
-    __slots__ = ("_line", "alarm", "closed", "signals")
+    __slots__ = ("_line", "alarm", "alarms", "closed", "signals")
 
-    def __init__(self) -> None:
+    def __init__(self, alarms: Alarms | None = None) -> None:
+        """Make it. ``alarms`` are those that a store runs for all its mailboxes; None: it has its own."""
         self.signals = 0
         self.closed = False
-        self.alarm = Periodic(self._end_waits)
+        self.alarms = alarms or Alarms()
+        self.alarm = self.alarms.alarm(self._end_waits)
         self._line: deque[ParkedClaim] = deque()
 
     @property
@@ -557,7 +558,7 @@ class Waiters:
             raise waiting.error
         return waiting
 
-    async def _end_waits(self, overslept: float) -> float:
+    def _end_waits(self) -> float:
         now = anyio.current_time()
         for waiting in [waiting for waiting in self._line if waiting.deadline <= now]:
             self._line.remove(waiting)
@@ -698,19 +699,20 @@ class BatchedBackend(CommandBackend):
         """
         with self._timers:
             async with anyio.create_task_group() as tasks:
-                for timer in (self.waiters.alarm, self._sweeper, *others):
+                for timer in (self.waiters.alarms.timer, self._sweeper, *others):
                     tasks.start_soon(timer.run)
 
     def end_timers(self) -> None:
         """End :meth:`keep_time`."""
         self._timers.cancel()
 
-    @abstractmethod
     async def sweep(self, overslept: float) -> float:
         """Have the store do what is due, on behalf of the claims that wait. Return when to do so again, at the latest.
 
-        It is the step of a :class:`Periodic`.
+        It is the step of a :class:`Periodic`. A store that does it for all its mailboxes at once overrides :meth:`sweep_in`
+        instead.
         """
+        return math.inf
 
     def sweep_in(self, seconds: float) -> None:
         """Let the sweep timer go off in ``seconds`` at the latest: something may be due then."""

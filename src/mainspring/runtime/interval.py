@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from heapq import heappop, heappush
+from itertools import count
 from typing import TYPE_CHECKING
 
 import anyio
@@ -60,3 +62,49 @@ class Periodic:
                 await anyio.Event().wait()  # on trio, sleep_forever() would be a scope of its own
             finally:
                 self._sleep = None
+
+
+class Alarm:
+    """One of the :class:`Alarms`: calls ``step()``, a plain function that does not block, at the instants it asks for."""
+
+    __slots__ = ("_alarms", "due", "step")
+
+    def __init__(self, alarms: Alarms, step: Callable[[], float]) -> None:
+        self._alarms = alarms
+        self.step = step
+        self.due = math.inf
+        """Instant at which the next call is due."""
+
+    def wake_by(self, when: float) -> None:
+        """Let the next call happen at ``when``, where that is sooner than planned. Call it on the event loop only."""
+        if when < self.due:
+            self.due = when
+            self._alarms.set(self, when)
+
+
+class Alarms:
+    """Many alarms on one :class:`Periodic`, which their owner runs: a task for each would cost more than what it does."""
+
+    def __init__(self) -> None:
+        self.timer = Periodic(self._ring)
+        self._heap: list[tuple[float, int, Alarm]] = []
+        self._numbers = count()
+
+    def alarm(self, step: Callable[[], float]) -> Alarm:
+        """Return a new alarm. ``step`` returns when to be called again; ``math.inf``: not before :meth:`Alarm.wake_by`."""
+        return Alarm(self, step)
+
+    def set(self, alarm: Alarm, when: float) -> None:
+        """Let an alarm ring at ``when``, if it is still due then."""
+        heappush(self._heap, (when, next(self._numbers), alarm))
+        if when < self.timer.due:
+            self.timer.wake_by(when)
+
+    async def _ring(self, overslept: float) -> float:
+        now = anyio.current_time()
+        while self._heap and self._heap[0][0] <= now:
+            when, _, alarm = heappop(self._heap)
+            if alarm.due == when:  # else it was put forward, and has rung
+                alarm.due = math.inf
+                alarm.wake_by(alarm.step())
+        return self._heap[0][0] if self._heap else math.inf

@@ -6,14 +6,14 @@ import gc
 import random
 import signal
 import warnings
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 
 import anyio
 import anyio.to_thread
 import pytest
 
-from mainspring import ConfigError, MailboxConnectionError, MainLoop, open_mailbox
+from mainspring import ConfigError, LoopGroup, MailboxConnectionError, MainLoop, open_mailbox
 from mainspring.mailbox.message import Counts
 from redis_support import place, soon
 from servers import RedisServer
@@ -33,6 +33,13 @@ def server():
 def here(server):
     """A place on a server to which only this test connects; receives that wait there look only when they are called."""
     with place(server.url, fallback_interval=3_600) as made:
+        yield made
+
+
+@pytest.fixture
+def swept(server):
+    """The same, where they look ten times a second."""
+    with place(server.url, fallback_interval=0.1) as made:
         yield made
 
 
@@ -155,6 +162,111 @@ async def test_two_of_one_name_are_both_called(here, anyio_backend):
                 await soon(lambda: stays.statistics().waiting_receives)
                 await sender.send("x", delay=0.1)
         assert [message.body for message in got] == ["x"]
+
+
+# ------------------------------------------------------------------------------------------ what is done once for all
+
+
+def calls_of(own, command: str) -> int:
+    """How often the server was sent a command."""
+    for line in own.call("INFO", "commandstats").decode().splitlines():
+        name, _, rest = line.partition(":")
+        if name == f"cmdstat_{command}":
+            return int(rest.partition("calls=")[2].partition(",")[0])
+    return 0
+
+
+async def test_mailboxes_that_wait_are_swept_together(anyio_backend):
+    """A sweep each would be 20 a second for each of them."""
+    with RedisServer() as own, place(own.url, fallback_interval=0.05) as here:
+        async with AsyncExitStack() as stack:
+            boxes = [await stack.enter_async_context(here.mailbox(str(number))) for number in range(20)]
+            async with anyio.create_task_group() as group:
+                for box in boxes:
+                    group.start_soon(partial(box.receive, wait_time_seconds=600))
+                await soon(lambda: all(box.statistics().waiting_receives for box in boxes))
+                before, began = calls_of(here, "fcall"), anyio.current_time()
+                await anyio.sleep(0.5)
+                made, seconds = calls_of(here, "fcall") - before, anyio.current_time() - began
+                assert 1 <= made <= 2 * seconds / 0.045 + 2
+                group.cancel_scope.cancel()
+
+
+async def test_a_long_poll_that_follows_another_makes_no_call(here, anyio_backend):
+    """The process has been on the list since the first one, and a message would have woken it."""
+    async with here.mailbox() as mailbox, here.mailbox() as sender:
+        assert await mailbox.receive(wait_time_seconds=0.01) == []
+        before = mailbox.statistics().batches
+        for _ in range(5):
+            assert await mailbox.receive(wait_time_seconds=0.01) == []
+        assert mailbox.statistics().batches == before
+        await sender.send("x")
+        (message,) = await mailbox.receive(wait_time_seconds=600)
+        assert (message.body, message.delivery_count) == ("x", 1)
+        await message.acknowledge()
+        await sender.send("y", delay=0.05)
+        assert [one.body for one in await mailbox.receive(wait_time_seconds=600)] == ["y"]
+
+
+@pytest.mark.parametrize("goes", ["first", "last"])
+async def test_what_serves_all_goes_on_where_a_mailbox_closes(swept, goes, anyio_backend):
+    """Waits end, what is due comes, and a message that woke no process is found."""
+    got: list = []
+
+    async def hold(box, leave, *, task_status) -> None:
+        async with box:
+            task_status.started()
+            await leave.wait()
+
+    async with anyio.create_task_group() as group:
+        leave = anyio.Event()
+        if goes == "first":
+            await group.start(hold, swept.mailbox("goes"), leave)
+        async with swept.mailbox("stays") as stays, swept.mailbox("stays") as sender:
+            if goes == "last":
+                await group.start(hold, swept.mailbox("goes"), leave)
+
+            async def receive() -> None:
+                got.extend(await stays.receive(wait_time_seconds=600))
+
+            group.start_soon(receive)
+            await soon(lambda: swept.waiters("stays"))
+            leave.set()
+            await soon(lambda: len(swept.call("PUBSUB", "SHARDCHANNELS", "*")) == 3)
+            swept.call("DEL", swept.key("waiters", "stays"))
+            await sender.send("found")
+            await soon(lambda: [one.body for one in got] == ["found"])
+            with anyio.fail_after(5):
+                assert await stays.receive(wait_time_seconds=0.05) == []
+                await sender.send("due", delay=0.05)
+                assert [one.body for one in await stays.receive(wait_time_seconds=600)] == ["due"]
+
+
+async def test_a_mailbox_that_cannot_be_swept_keeps_none_from_it(swept, anyio_backend):
+    got: list = []
+
+    async def receive(box) -> None:
+        with suppress(MailboxConnectionError):
+            got.extend(await box.receive(wait_time_seconds=600))
+
+    async with swept.mailbox("a") as spoilt, swept.mailbox("b") as whole, anyio.create_task_group() as group:
+        for box in (spoilt, whole):
+            group.start_soon(receive, box)
+            await soon(lambda box=box: box.statistics().waiting_receives)
+        swept.call("DEL", swept.key("waiters", "b"))
+        swept.call("SET", swept.key("leases", "a"), "another program's")
+        await whole.send("x")
+        await soon(lambda: len(got) == 1)
+        await soon(lambda: not spoilt.statistics().waiting_receives)
+
+
+async def test_the_functions_are_loaded_once(anyio_backend):
+    async def ignored(body: str) -> None:
+        """Nothing comes."""
+
+    with RedisServer() as own, place(own.url) as here:
+        async with LoopGroup([MainLoop(here.mailbox(str(number)), ignored, name=str(number)) for number in range(40)]):
+            assert calls_of(here, "function|load") == 1
 
 
 # --------------------------------------------------------------------------------------------- errors, and what breaks

@@ -10,6 +10,7 @@ import hashlib
 import math
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Final
 
@@ -36,7 +37,6 @@ from mainspring.mailbox.redis.commands import (
 )
 from mainspring.mailbox.redis.connection import LOST, RECONNECT_INITIAL, ServerError, explain, is_refusal, pack
 from mainspring.mailbox.redis.topology import FOR_CALLS, Topology
-from mainspring.runtime.interval import Periodic
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from mainspring.mailbox.redis.connection import Channel
     from mainspring.mailbox.redis.settings import RedisServer
     from mainspring.mailbox.settings import Host
+    from mainspring.runtime.interval import Alarms
 
 TRIES: Final = 4
 MOST_TARGETS: Final = 16
@@ -54,6 +55,7 @@ _log = Logger("mainspring.mailbox")
 _ELSEWHERE: Final = frozenset({"MOVED", "ASK", "READONLY", "CLUSTERDOWN", "MASTERDOWN"})
 
 
+@cache
 def library() -> tuple[bytes, bytes]:
     """Return the library of functions, joined from its files, and the name of the function to call.
 
@@ -85,7 +87,8 @@ class Client:
         self._busy = False
         self.out: FunctionCall | None = None
         """The call whose reply is still to come; the next call disconnects first, if it is another one."""
-        self._starts: dict[bytes, bytes] = {}  # by function: how its calls begin, if they have only this mailbox's keys
+        self._keys: tuple[bytes, ...] = ()  # of the last call without keys of other mailboxes
+        self._starts: dict[bytes, bytes] = {}  # by function: how calls with these keys begin
         self._abandoned = False
         self._ended = False
         self._connecting = anyio.CancelScope()
@@ -139,7 +142,7 @@ class Client:
                     if error.code == "OOM":
                         function = self._function + b"_full"
                     else:
-                        await self._prepare_retry(channel, error)
+                        await self._prepare_retry(channel, error, began)
             raise AssertionError
         except LOST as error:
             raise await self._failure(error) from error
@@ -158,6 +161,8 @@ class Client:
         """Return a call as it is written. Function and keys are packed once, unless there are keys of other mailboxes."""
         if call.others:
             return pack((b"FCALL", function, len(call.keys), *call.keys, *call.arguments))
+        if call.keys is not self._keys:
+            self._keys, self._starts = call.keys, {}
         start = self._starts.get(function)
         if start is None:
             start = pack((b"FCALL", function, len(call.keys), *call.keys))
@@ -173,7 +178,7 @@ class Client:
         await self._retire()
         if not late:
             return MailboxConnectionError(f"the Redis server at {self._place}: {explain(error)}")
-        silent = _silent(self._topology.server, self._timeout, connected=self._was_connected)
+        silent = silence_of(self._topology.server, self._timeout, connected=self._was_connected)
         if self.on_silence is not None:
             self.on_silence(silent)
         return silent
@@ -193,10 +198,13 @@ class Client:
             self._channel.shared.retire(pause=False)
             await self._disconnect()
 
-    async def _prepare_retry(self, channel: Channel, error: ServerError) -> None:
+    async def _prepare_retry(self, channel: Channel, error: ServerError, began: float) -> None:
         """Prepare another try if the server has done nothing and another try can help; else raise."""
         if error.code == "ERR" and error.detail.startswith("Function not found"):
-            await self._load(channel)
+            async with channel.shared.asking:
+                if channel.shared.loaded_at < began:  # else another mailbox has loaded it meanwhile
+                    await self._load(channel, began)
+                    channel.shared.loaded_at = self._now()
         elif error.code in _ELSEWHERE:
             await self._retire(pause=True)
         elif error.code in {"LOADING", "TRYAGAIN", "BUSY"}:
@@ -204,7 +212,7 @@ class Client:
         else:
             raise error
 
-    async def _load(self, channel: Channel) -> None:
+    async def _load(self, channel: Channel, began: float) -> None:
         try:
             await channel.call("FUNCTION", "LOAD", self._library)
         except ServerError as error:
@@ -213,7 +221,7 @@ class Client:
                     f"the Redis server at {self._place} has no memory left for this version's functions: raise maxmemory"
                 ) from error
             if "already exists" not in error.detail:  # else another process was quicker
-                await self._prepare_retry(channel, error)
+                await self._prepare_retry(channel, error, began)
 
     async def connect(self) -> Channel:
         """Return the connection; make it if there is none, ping it if the server has said nothing for long."""
@@ -277,6 +285,17 @@ class Client:
         if not (self._busy or self.out is not None):
             await self._retire()
 
+    async def reach(self) -> None:
+        """Connect, if there is no connection. Raise as :meth:`call` does."""
+        try:
+            await self._connect_by(self._now() + self._timeout)
+        except LOST as error:
+            raise await self._failure(error) from error
+
+    async def leave(self) -> None:
+        """Leave the connection until the next call; a call that is out is lost."""
+        await self._drop()
+
     async def close(self) -> None:
         """Disconnect, and connect no more; a call that is out, or still connects, ends."""
         self._ended = True
@@ -311,6 +330,7 @@ class Batches:
     :param waiter: see :class:`FunctionCall`.
     :param on_due: called with the seconds until the next thing is due.
     :param on_unconfirmed: called when an operation is to be retried with the next call.
+    :param on_late: called when a call is not answered in time, and is to be abandoned; it must not wait.
     """
 
     def __init__(
@@ -322,9 +342,10 @@ class Batches:
         waiter: Callable[[int], str],
         on_due: Callable[[float], None],
         on_unconfirmed: Callable[[], None],
+        on_late: Callable[[], object],
+        alarms: Alarms,
     ) -> None:
-        self.watch = Periodic(self._watch)
-        """Ends the calls that are not answered in time; runs as long as batches are executed."""
+        self._watch = alarms.alarm(self._look_at_call)
         self.claimant = random.token(96)
         self.clock_offset = 0.0
         """Seconds by which this process's clock is ahead of the server's, at least."""
@@ -339,6 +360,7 @@ class Batches:
         self._waiter = waiter
         self._on_due = on_due
         self._on_unconfirmed = on_unconfirmed
+        self._on_late = on_late
         self._now = loop_clock()
         self._last_claim = 0  # whose answer has come
         self._unconfirmed: list[Command] = []
@@ -364,8 +386,8 @@ class Batches:
             while (call := self._call or next(self._calls, None)) is not None:
                 if self._call is None:
                     self._call, self._asked_at = call, self._now()
-                    if self._asked_at + self._timeout < self.watch.due:
-                        self.watch.wake_by(self._asked_at + self._timeout)
+                    if self._asked_at + self._timeout < self._watch.due:
+                        self._watch.wake_by(self._asked_at + self._timeout)
                 due, then, dropped = call.take(await self._client.call(call))
                 self._call = None
                 self.clock_offset = self._asked_at - then / MICRO
@@ -381,15 +403,19 @@ class Batches:
 
     def _note_trouble(self, call: FunctionCall, dropped: int) -> None:
         if dropped:
-            _log.warning(
-                "mailbox %r: %d index entries without a message were dropped (a key was deleted)", self._name, dropped
-            )
+            self.note_dropped(dropped)
         retried = [command for command in call.failed if OPERATIONS[type(command)].retried]
         for command in retried:
             command.error, command.done = None, False
         if retried:
             self._unconfirmed = joined([*self._unconfirmed, *retried])
             self._on_unconfirmed()
+
+    def note_dropped(self, count: int) -> None:
+        """Log that the library found what should not be."""
+        _log.warning(
+            "mailbox %r: %d index entries without a message were dropped (a key was deleted)", self._name, count
+        )
 
     def _keep_unconfirmed(self) -> None:
         """Keep what a failed call must do for the next call, with an operation that undoes its claims."""
@@ -403,13 +429,13 @@ class Batches:
         if self._unconfirmed:
             self._on_unconfirmed()
 
-    async def _watch(self, overslept: float) -> float:
+    def _look_at_call(self) -> float:
         if self._call is None:
             return math.inf
         now, deadline = self._now(), self._asked_at + self._timeout
         if now < deadline:
             return deadline
-        await self._client.abandon()
+        self._on_late()
         return now + self._timeout / 10  # where it was about to be made
 
 
@@ -427,10 +453,11 @@ async def has_mailbox(server: RedisServer, name: str, timeout: float) -> bool:
         raise MailboxConnectionError(f"the Redis server at {server.address}: {explain(error)}") from error
     finally:
         await client.close()
-    raise _silent(server, timeout, connected=False)
+    raise silence_of(server, timeout, connected=False)
 
 
-def _silent(server: RedisServer, timeout: float, *, connected: bool) -> MailboxConnectionError:
+def silence_of(server: RedisServer, timeout: float, *, connected: bool) -> MailboxConnectionError:
+    """Return the error of a call that was not answered within the timeout."""
     place = server.address.partition("://")[2]
     hint = "; the port may be one without TLS" if server.tls is not None and not connected else ""
     return MailboxConnectionError(f"the Redis server at {place} did not answer within {timeout:g} s{hint}")

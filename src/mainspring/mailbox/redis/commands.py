@@ -206,6 +206,17 @@ def check_command(command: Command, longest: int) -> None:
 
 
 @dataclass(eq=False, repr=False, slots=True)
+class RedisOpen(batched.Open):
+    """Make the mailbox known if nothing stands in the way, and mend what was lost with a deleted key if that is due.
+
+    It is due every ``recovery`` seconds, for all processes together; None: not here. Results in what stands in the way, how
+    many messages and dead letters were found again, and in how many seconds there is more to do.
+    """
+
+    recovery: float | None
+
+
+@dataclass(eq=False, repr=False, slots=True)
 class RedisClaim(batched.Claim):
     """Claim pending messages.
 
@@ -265,17 +276,6 @@ class RemoveWaiters(Command):
 
     droppable: ClassVar[bool] = True
     waiters: set[str]
-
-
-@dataclass(eq=False, repr=False, slots=True)
-class Recover(Command):
-    """Mend what was lost with a deleted key, if that is due; it is every ``interval`` seconds, for all processes together.
-
-    Results in how many messages and dead letters were found again, and in how many seconds there is more to do.
-    """
-
-    droppable: ClassVar[bool] = True
-    interval: float
 
 
 def joined(retried: list[Command]) -> list[Command]:
@@ -438,8 +438,9 @@ def _take_settled(command: batched.OfDelivery, result: Any) -> None:
         command.error = lease_over(command.delivery)
 
 
-def _take_open(command: batched.Open, result: Any) -> None:
-    command.result = [str(obstacle, "utf-8", "replace") for obstacle in result]
+def _take_open(command: RedisOpen, result: Any) -> None:
+    obstacles, found, again = result
+    command.result = [str(obstacle, "utf-8", "replace") for obstacle in obstacles], found, again / MICRO
 
 
 def _take_cancelled(command: batched.Cancel, result: Any) -> None:
@@ -470,8 +471,9 @@ def _take_replayed(command: batched.ReplayDead, result: Any) -> None:
         _take_number(command, result)
 
 
-def _take_recovered(command: Recover, result: Any) -> None:
-    command.result = result[0], result[1] / MICRO
+def recovery_of(interval: float | None) -> int:
+    """Return the microseconds between two recoveries, as the library takes them; None: it is to mend nothing."""
+    return -1 if interval is None else micros(interval)
 
 
 def _take_left(command: Leave, result: Any) -> None:
@@ -523,7 +525,7 @@ OPERATIONS: Final[dict[type[Command], Operation]] = {
     batched.Unclaim: _single(
         0, lambda _, c: ("unclaim", len(c.deliveries), *(d.receipt_handle for d in c.deliveries)), retried=True
     ),
-    batched.Open: _single(0, lambda *_: ("open",), _take_open),
+    RedisOpen: _single(0, lambda _, c: ("open", recovery_of(c.recovery)), _take_open),
     AcknowledgeMany: Operation(1, _write_acks, _take_acks),
     batched.Reply: _single(2, _reply, _take_settled),
     batched.DeadLetterCommand: _single(2, _dead_letter, _take_settled),
@@ -549,7 +551,6 @@ OPERATIONS: Final[dict[type[Command], Operation]] = {
     batched.Count: _single(10, lambda *_: ("count",), _take_counts),
     batched.ListDead: _single(10, lambda _, c: ("list_dead", c.limit, encoded(c.after or "")), _take_dead),
     batched.FindDead: _single(10, lambda _, c: ("find_dead", *_ids(c.ids)), _take_dead),
-    Recover: _single(11, lambda _, c: ("recover", micros(c.interval)), _take_recovered),
     batched.Drop: _single(12, lambda *_: ("drop",)),
 }
 

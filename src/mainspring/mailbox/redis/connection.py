@@ -431,8 +431,8 @@ class SharedConnection:
         self.connection = connection
         self.unsent = connection.unsent
         self.channels: set[Channel] = set()
-        self.subscribers: dict[bytes, list[Channel]] = {}
-        """By the name of a publish/subscribe channel of the server's."""
+        self.subscriber: Channel | None = None
+        """Gets what is published where this connection has subscribed."""
         self.turns: deque[Channel | str] = deque()
         """Whose the outstanding replies are, in their order: a channel's, or dropped ones to the command of that name."""
         self.reader: Channel | None = None
@@ -441,6 +441,12 @@ class SharedConnection:
         self.lost = False
         self.pinged_at: float | None = None
         """When the server was sent a PING, if it has sent nothing since."""
+        self.asking = anyio.Lock()
+        """Held by a mailbox that asks something, or loads the functions, for all that wait for it meanwhile."""
+        self.loaded_at = -math.inf
+        self.memory: dict[str, str] = {}
+        """What the server said of its memory, at ``memory_at``."""
+        self.memory_at = -math.inf
         self._now = loop_clock()
         self.last_read_at = self._now()
 
@@ -479,15 +485,14 @@ class SharedConnection:
             await self.close_if_unused()
 
     def _give_out(self, reply: Any) -> None:
-        """Give a message to its subscribers, a reply to the channel whose turn it is."""
-        turns = self.turns
-        if self.subscribers and type(reply) is list and reply:
+        """Give a message to the subscriber, a reply to the channel whose turn it is."""
+        turns, subscriber = self.turns, self.subscriber
+        if subscriber is not None and type(reply) is list and reply:
             kind = reply[0]
             if kind == b"smessage" or (kind == b"sunsubscribe" and not (turns and turns[0] == "SUNSUBSCRIBE")):
-                for channel in self.subscribers.get(reply[1], ()):
-                    channel.messages.append(reply)
-                    if channel.waiting is not None:
-                        channel.waiting.set()
+                subscriber.messages.append(reply)
+                if subscriber.waiting is not None:
+                    subscriber.waiting.set()
                 return
         if not turns:
             raise anyio.BrokenResourceError  # the last words of a server that closes the connection
@@ -509,7 +514,7 @@ class SharedConnection:
         if self.lost or (self.channels and not self.retired):
             return
         awaited = any(isinstance(turn, Channel) and not turn.closed for turn in self.turns)
-        if not self.channels or not (self.subscribers or awaited):
+        if not self.channels or not (self.subscriber or awaited):
             await self.disconnect()
 
     async def disconnect(self) -> None:
@@ -537,7 +542,7 @@ class Channel:
         self.replies: deque[Any] = deque()
         """To the commands of this channel; some may be a :class:`ServerError`."""
         self.messages: deque[Any] = deque()
-        """Published where this channel has subscribed."""
+        """Published where the connection has subscribed, if this channel is its subscriber."""
         self.waiting: anyio.Event | None = None
         """Set when there is something for a task that waits while another channel reads."""
         self._scope: anyio.CancelScope | None = None
@@ -558,11 +563,6 @@ class Channel:
         """Write one command and read its reply."""
         await self.send(pack(command))
         return await self.next(self.replies)
-
-    async def subscribe(self, name: bytes) -> None:
-        """Receive what is published on that channel of the server's."""
-        self.shared.subscribers.setdefault(name, []).append(self)
-        await self.call("SSUBSCRIBE", name)
 
     async def ping(self, now: float) -> None:
         """Ask the server whether it is there, unless it was asked already: ``last_read_at`` tells."""
@@ -623,23 +623,9 @@ class Channel:
         shared.channels.discard(self)
         if self.waiting is not None:
             self.waiting.set()
-        left = self._unsubscribed()
         if self._scope is not None:
             self._scope.cancel()
         with anyio.CancelScope(shield=True, deadline=anyio.current_time() + 1), suppress(*LOST):
             if self._alone:
                 await shared.disconnect()
             await shared.close_if_unused()
-            for name in left:
-                if not shared.lost and name not in shared.subscribers:
-                    await shared.write("SUNSUBSCRIBE", pack(("SUNSUBSCRIBE", name)))
-
-    def _unsubscribed(self) -> list[bytes]:
-        """Remove this channel from all subscribers; return the names without any other."""
-        subscribers, left = self.shared.subscribers, []
-        for name in [name for name, channels in subscribers.items() if self in channels]:
-            subscribers[name].remove(self)
-            if not subscribers[name]:
-                del subscribers[name]
-                left.append(name)
-        return left

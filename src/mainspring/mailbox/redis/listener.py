@@ -5,8 +5,9 @@ as many waiters off that list, and wakes each on its own publish/subscribe chann
 that comes alone is claimed for the waiter and sent to it in the same step. All processes hear, on a channel for all, of the
 instant when something is due, if it is sooner than they know, and of cancellations.
 
-The listener reads these channels. Its connection is shared by all mailboxes of the process. For each connection a mailbox has a
-new name. So the library can tell what was sent to a lost one, and undo these claims once that name is off the list.
+One listener reads these channels for all mailboxes of the process, each of which has a subscription. For each connection a
+subscription has a new name. So the library can tell what was sent to a lost one, and undo these claims once that name is off
+the list.
 
 Every message that is sent here goes to exactly one claim that is not closed or cancelled, or its own claim is undone. A claim
 that was woken and cannot look wakes the next one, here or in another process.
@@ -26,7 +27,15 @@ from mainspring.core.clock import loop_clock
 from mainspring.errors import MailboxConnectionError, MainspringError
 from mainspring.mailbox.batched import Waiters
 from mainspring.mailbox.redis.commands import MICRO, Leave, RemoveWaiters, claimed_at
-from mainspring.mailbox.redis.connection import LOST, RECONNECT_INITIAL, RECONNECT_MAXIMUM, explain
+from mainspring.mailbox.redis.connection import (
+    LOST,
+    RECONNECT_INITIAL,
+    RECONNECT_MAXIMUM,
+    Channel,
+    ServerError,
+    explain,
+    pack,
+)
 from mainspring.mailbox.redis.topology import TO_LISTEN
 from mainspring.runtime.interval import Periodic
 from mainspring.runtime.retry import Retries
@@ -34,14 +43,14 @@ from mainspring.runtime.retry import Retries
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from anyio.abc import TaskStatus
+    from anyio.abc import TaskGroup
 
     from mainspring.mailbox.batched import Command
     from mainspring.mailbox.message import ClaimedMessage
     from mainspring.mailbox.redis.client import Client
-    from mainspring.mailbox.redis.connection import Channel
     from mainspring.mailbox.redis.topology import Topology
     from mainspring.mailbox.settings import Host
+    from mainspring.runtime.interval import Alarms
 
 PING_SHARE: Final = 0.15
 """The part of ``silence`` after which the listener pings the server."""
@@ -59,14 +68,19 @@ class RedisWaiters(Waiters):
 
     __slots__ = ("_put_back", "_wake_others", "active", "wanted")
 
-    def __init__(self, wake_others: Callable[[int], None], put_back: Callable[[ClaimedMessage], None]) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        wake_others: Callable[[int], None],
+        put_back: Callable[[ClaimedMessage], None],
+        alarms: Alarms | None = None,
+    ) -> None:
+        super().__init__(alarms)
         self._wake_others = wake_others
         self._put_back = put_back
         self.active = 0
         """Claims that have begun with a wait and have not ended, in line or not."""
-        self.wanted: dict[float, int] = {}
-        """How many active claims want a lease of that many seconds."""
+        self.wanted: dict[int, int] = {}
+        """How many active claims want a lease of that many microseconds; 0: none any more, since a moment ago."""
 
     @property
     def visibility(self) -> float | None:
@@ -89,7 +103,7 @@ class RedisWaiters(Waiters):
 
 
 class ListenerEvents(NamedTuple):
-    """What a listener calls."""
+    """What a subscription calls."""
 
     due: Callable[[float], None]
     """With the seconds until something is due."""
@@ -103,37 +117,29 @@ class ListenerEvents(NamedTuple):
     """When its connection is lost; with True if the server had fallen silent."""
 
 
-class Listener:
-    """Reads what the library publishes for one mailbox. It reconnects by itself; meanwhile ``live`` is False.
+class Subscription:
+    """What is published for one mailbox object, and the names under which this is on the list of waiters.
 
-    ``watch`` pings a server that has been silent, as long as it runs.
+    :param base: the beginning of the names of its channels.
+    :param silence: seconds after which a server that has said nothing is taken to be gone.
     """
 
     def __init__(
-        self,
-        topology: Topology,
-        base: bytes,
-        client: Client,
-        waiters: RedisWaiters,
-        events: ListenerEvents,
-        timeout: float,
-        silence: float,
+        self, base: bytes, client: Client, waiters: RedisWaiters, events: ListenerEvents, timeout: float, silence: float
     ) -> None:
+        self.base = base
+        self.client = client
+        self.timeout = timeout
+        self.silence = silence
         self.live = False
+        """True while what is published arrives."""
         self.live_since = -math.inf
         self.reconnects = 0
-        self.watch = Periodic(self._watch)
+        self.channels: tuple[bytes, ...] = ()
+        """The server's channels that it is subscribed to, or is about to be."""
         self._now = loop_clock()
-        self._channel: Channel | None = None
-        self._silent = False  # the connection was left as the server was silent
-        self._topology = topology
-        self._base = base
-        self._client = client
         self._waiters = waiters
         self._events = events
-        self._timeout = timeout
-        self._ping_after = PING_SHARE * silence
-        self._patience = min(timeout, PONG_SHARE * silence)
         self._name = ""
         self.listed: set[str] = set()
         """The names under which it may be on the list of waiters."""
@@ -142,50 +148,34 @@ class Listener:
         self._was_written = False  # since the connection was made
         self._last_claim = 0  # of the messages that came on this connection
         self._last_undone = 0  # of the claims that were undone before the message came
-        self._retries = Retries(initial=RECONNECT_INITIAL, maximum=RECONNECT_MAXIMUM)
-        self._next_try = -math.inf
-        self._host: Host | None = None
-        self._scope = anyio.CancelScope()
-        client.on_connect = self._follow
 
-    async def run(self, *, task_status: TaskStatus[None]) -> None:
-        """Listen until cancelled; started once it listens. Raises only before that."""
-        started = False
-        while True:
-            channel: Channel | None = None
-            try:
-                await anyio.sleep_until(self._next_try)
-                with anyio.fail_after(self._timeout):
-                    channel = await self._topology.open_channel(TO_LISTEN)
-                    await self._subscribe(channel)
-                self._channel, self._silent = channel, False
-                self.live, self._host, self.live_since = True, channel.host, self._now()
-                await self._meet()
-                if started:
-                    self.reconnects += 1
-                else:
-                    started = True
-                    task_status.started()
-                self._waiters.signal_all()  # messages that came meanwhile have woken no receive here
-                with self._scope:
-                    await self._listen(channel)
-                if self._silent:
-                    raise MailboxConnectionError("the Redis server has fallen silent")
-                self._failed()
-            except (*LOST, MainspringError) as error:
-                if not started:
-                    if isinstance(error, MainspringError):
-                        raise
-                    raise MailboxConnectionError(f"the Redis server: {explain(error)}") from error
-                self._failed()
-                if self.live and self._channel is not None and not self._channel.current:
-                    await self._client.suspect()  # else the server has said nothing of it
-            finally:
-                self.live, self._channel = False, None
-                if channel is not None:
-                    await channel.close()
-            self.leave(for_good=True)
-            self._events.lost(self._silent)
+    def begin(self) -> tuple[bytes, ...]:
+        """Take a new name. Return the channels to subscribe to."""
+        self._name, self._last_claim, self._last_undone = random.token(96), 0, 0
+        self.channels = (self.base + b"all", self.base + self._name.encode())
+        return self.channels
+
+    def begun(self) -> None:
+        """Note that the subscription stands."""
+        if self.was_live:
+            self.reconnects += 1
+        self.live, self.live_since = True, self._now()
+        self._waiters.signal_all()  # messages that came meanwhile have woken no receive here
+
+    @property
+    def was_live(self) -> bool:
+        """True once it has stood, so that it is to stand again."""
+        return self.live_since > -math.inf
+
+    def end(self, *, silent: bool = False) -> None:
+        """Note that nothing more arrives; ``silent``: the server said nothing any more."""
+        self.live = False
+        self.leave(for_good=True)
+        self._events.lost(silent)
+
+    def is_listed(self, visible: int) -> bool:
+        """True if a receive that wants such a lease may have this on the list."""
+        return self.live and f"{self._name}.{visible}" in self.listed
 
     def waiter(self, visible: int, *, listed: bool = False) -> str:
         """Return the name on the list for a receive that wants a lease of that many microseconds; "" if it could not be woken.
@@ -237,64 +227,12 @@ class Listener:
         if name == self._name:
             self._last_undone = max(self._last_undone, when)
 
-    async def _meet(self) -> None:
-        """Let calls and this connection meet at one server: after a failover one of them may have found the new one first."""
-        self._scope = anyio.CancelScope()
-        if self._client.host not in {None, self._host}:
-            await self._client.suspect()
-            self._follow(self._client.host)
-
-    def _failed(self) -> None:
-        """Delay the next try: longer, the more connections break as soon as they are made."""
-        if self.live and self._now() - self.live_since >= RECONNECT_MAXIMUM:
-            self._retries.succeeded()
-        self._next_try = self._now() + self._retries.failed()
-
-    def _follow(self, host: Host | None) -> None:
-        """Leave this connection if calls go to another server now: this one would wake no receive here."""
-        if None not in {host, self._host} and host != self._host:
-            self._leave_it()
-
-    def _leave_it(self) -> None:
-        """Leave this connection; other mailboxes leave it when they find out."""
-        if self._channel is not None:
-            self._channel.shared.retire(pause=False)
-        self._scope.cancel()
-
-    async def _subscribe(self, channel: Channel) -> None:
-        self._name, self._last_claim, self._last_undone = random.token(96), 0, 0
-        for suffix in ("all", self._name):  # one by one: a cluster takes only channels of one slot, which these are
-            await channel.subscribe(self._base + suffix.encode())
-
-    async def _listen(self, channel: Channel) -> None:
-        self.watch.wake_by(channel.shared.last_read_at + self._ping_after)
-        while True:
-            message: Any = await channel.next(channel.messages)
-            if message[0] == b"smessage":
-                try:
-                    self._handle(message[2])
-                except (ValueError, TypeError, IndexError, AttributeError, OverflowError) as error:
-                    raise MailboxConnectionError("another program publishes on the mailbox's channels") from error
-            elif message[0] == b"sunsubscribe":
-                channel.shared.retire(pause=False)
-                raise MailboxConnectionError("the mailbox has moved to another node")
-
-    async def _watch(self, overslept: float) -> float:
-        channel, now = self._channel, self._now()
-        if channel is None:
-            return math.inf
-        shared = channel.shared
-        if shared.pinged_at is not None:
-            if now >= shared.pinged_at + self._patience:
-                self._silent = True
-                self._leave_it()
-                return math.inf
-            return shared.pinged_at + self._patience
-        if now < shared.last_read_at + self._ping_after:
-            return shared.last_read_at + self._ping_after
-        with suppress(*LOST):  # reading tells what is wrong with the connection
-            await channel.ping(now)
-        return now + self._patience
+    def handle(self, published: bytes) -> None:
+        """Do what was published. Raise :class:`MailboxConnectionError` if no mailbox wrote it."""
+        try:
+            self._handle(published)
+        except (ValueError, TypeError, IndexError, AttributeError, OverflowError) as error:
+            raise MailboxConnectionError("another program publishes on the mailbox's channels") from error
 
     def _handle(self, published: bytes) -> None:
         kind, value = published[:1], published[1:]
@@ -315,3 +253,213 @@ class Listener:
             self._events.due(int(value) / MICRO)
         elif kind == b"x":
             self._events.cancelled([value.decode("utf-8", "replace")])
+
+
+class Listener:
+    """Reads what the library publishes for the mailboxes of one connection. It reconnects by itself.
+
+    ``watch`` pings a server that has been silent; it runs as long as :meth:`run` does. Both may be cancelled and run again.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        self.watch = Periodic(self._watch)
+        self._topology = topology
+        self._now = loop_clock()
+        self._subscriptions: dict[Subscription, None] = {}
+        self._by_channel: dict[bytes, list[Subscription]] = {}
+        self._channel: Channel | None = None
+        self._connected_at = -math.inf
+        self._silent = False  # the connection was left as the server was silent
+        self._retries = Retries(initial=RECONNECT_INITIAL, maximum=RECONNECT_MAXIMUM)
+        self._next_try = -math.inf
+        self._turn = anyio.Lock()
+        self._added = anyio.Event()
+        self._scope = anyio.CancelScope()
+
+    async def add(self, subscription: Subscription) -> None:
+        """Listen for a mailbox, from now on until :meth:`remove`.
+
+        :raises MailboxConnectionError: that cannot be done now, and is not done later.
+        """
+        self._subscriptions[subscription] = None
+        subscription.client.on_connect = self._follow
+        try:
+            with anyio.fail_after(subscription.timeout):
+                async with self._turn:
+                    channel = self._channel or await self._connect()
+                await self._subscribe(channel, [subscription])
+        except BaseException as error:
+            await self.remove(subscription)
+            if isinstance(error, LOST):
+                raise MailboxConnectionError(f"the Redis server: {explain(error)}") from error
+            raise
+        self._added.set()
+        self.watch.wake_by(channel.shared.last_read_at + PING_SHARE * subscription.silence)
+
+    async def remove(self, subscription: Subscription) -> None:
+        """Listen for it no more; the last one closes the connection."""
+        self._subscriptions.pop(subscription, None)
+        subscription.live = False
+        with anyio.CancelScope(shield=True, deadline=self._now() + 1):
+            if self._subscriptions:
+                await self._unsubscribe(subscription)
+            else:
+                await self._close()
+
+    async def run(self) -> None:
+        """Listen until cancelled, as soon as there is a subscription."""
+        try:
+            async with anyio.create_task_group() as tasks:
+                while True:
+                    if self._subscriptions:
+                        await self._listen_once(tasks)
+                    else:
+                        self._added = anyio.Event()
+                        await self._added.wait()
+        finally:
+            if not self._subscriptions:
+                await self._close()
+
+    async def _listen_once(self, tasks: TaskGroup) -> None:
+        """Listen until the connection is lost, or could not be made."""
+        self._scope = anyio.CancelScope()
+        try:
+            await anyio.sleep_until(self._next_try)
+            with anyio.fail_after(max((one.timeout for one in self._subscriptions), default=0.0)):
+                async with self._turn:
+                    channel = self._channel or await self._connect()
+                await self._subscribe(channel, [one for one in self._subscriptions if one.was_live and not one.live])
+            self.watch.wake_by(channel.shared.last_read_at + PING_SHARE * self._silence)
+            with self._scope:
+                await self._listen(channel, tasks)
+            raise MailboxConnectionError("the Redis server has fallen silent, or calls go to another one")
+        except (*LOST, MainspringError):
+            with anyio.CancelScope(shield=True, deadline=self._now() + 5):
+                await self._lost()
+
+    async def _connect(self) -> Channel:
+        self._channel = channel = await self._topology.open_channel(TO_LISTEN)
+        channel.shared.subscriber = channel
+        self._connected_at, self._silent = self._now(), False
+        return channel
+
+    async def _lost(self) -> None:
+        """Leave the connection; delay the next try: longer, the more connections break as soon as they are made."""
+        channel = self._channel
+        if channel is not None and self._now() - self._connected_at >= RECONNECT_MAXIMUM:
+            self._retries.succeeded()
+        self._next_try = self._now() + self._retries.failed()
+        gone = channel is not None and not channel.current  # else the server has said nothing of it
+        await self._close()
+        for subscription in [one for one in self._subscriptions if one.live]:
+            if gone:
+                await subscription.client.suspect()
+            subscription.end(silent=self._silent)
+
+    async def _close(self) -> None:
+        channel, self._channel = self._channel, None
+        self._by_channel.clear()
+        if channel is not None:
+            channel.shared.subscriber = None
+            await channel.close()
+
+    async def _subscribe(self, listening: Channel, subscriptions: list[Subscription]) -> None:
+        """Subscribe each of them under a new name, all together.
+
+        :raises ServerError: the user may not. It is the error of one that is refused; the others stand.
+        """
+        refused: ServerError | None = None
+        channel = Channel(listening.shared)
+        try:
+            for subscription in subscriptions:
+                for name in subscription.begin():  # one by one: a cluster takes channels of one slot only
+                    self._by_channel.setdefault(name, []).append(subscription)
+                    await channel.send(pack(("SSUBSCRIBE", name)))
+            for subscription in subscriptions:
+                failed: ServerError | None = None
+                for _ in subscription.channels:
+                    try:
+                        await channel.next(channel.replies)
+                    except ServerError as error:
+                        failed = refused = error
+                if failed is None:
+                    await self._meet(subscription, channel.host)
+                    subscription.begun()
+        finally:
+            await channel.close()
+        if refused is not None:
+            raise refused
+
+    async def _unsubscribe(self, subscription: Subscription) -> None:
+        names, subscription.channels = subscription.channels, ()
+        left = [name for name in names if self._by_channel.get(name) == [subscription]]
+        for name in names:
+            sharers = self._by_channel.get(name, [])
+            if subscription in sharers:
+                sharers.remove(subscription)
+        for name in left:
+            del self._by_channel[name]
+            if self._channel is not None:
+                with suppress(*LOST):
+                    await self._channel.shared.write("SUNSUBSCRIBE", pack(("SUNSUBSCRIBE", name)))
+
+    async def _renew(self, subscription: Subscription) -> None:
+        """Subscribe under a new name, as the old one is not to be trusted."""
+        await self._unsubscribe(subscription)
+        await anyio.sleep(RECONNECT_MAXIMUM)
+        if self._channel is not None and subscription in self._subscriptions and not subscription.live:
+            with suppress(*LOST, ServerError):  # the connection is lost, and all are subscribed anew
+                await self._subscribe(self._channel, [subscription])
+
+    async def _meet(self, subscription: Subscription, host: Host) -> None:
+        """Let calls and this connection meet at one server: after a failover one of them may have found the new one first."""
+        if subscription.client.host not in {None, host}:
+            await subscription.client.suspect()
+            self._follow(subscription.client.host)
+
+    def _follow(self, host: Host | None) -> None:
+        """Leave this connection if calls go to another server now: this one would wake no receive here."""
+        if self._channel is not None and host not in {None, self._channel.host}:
+            self._leave_it()
+
+    def _leave_it(self) -> None:
+        """Leave this connection."""
+        if self._channel is not None:
+            self._channel.shared.retire(pause=False)
+        self._scope.cancel()
+
+    async def _listen(self, channel: Channel, tasks: TaskGroup) -> None:
+        by_channel, next_message, messages = self._by_channel, channel.next, channel.messages
+        while True:
+            message: Any = await next_message(messages)
+            if message[0] == b"sunsubscribe":
+                channel.shared.retire(pause=False)
+                raise MailboxConnectionError("the mailbox has moved to another node")
+            for subscription in by_channel.get(message[1], ()):
+                try:
+                    subscription.handle(message[2])
+                except MailboxConnectionError:
+                    subscription.end()
+                    tasks.start_soon(self._renew, subscription)
+
+    @property
+    def _silence(self) -> float:
+        return min((one.silence for one in self._subscriptions), default=math.inf)
+
+    async def _watch(self, overslept: float) -> float:
+        channel, now, silence = self._channel, self._now(), self._silence
+        if channel is None or silence == math.inf:
+            return math.inf
+        shared = channel.shared
+        patience = min(PONG_SHARE * silence, *(one.timeout for one in self._subscriptions))
+        if shared.pinged_at is not None:
+            if now >= shared.pinged_at + patience:
+                self._silent = True
+                self._leave_it()
+                return math.inf
+            return shared.pinged_at + patience
+        if now < shared.last_read_at + PING_SHARE * silence:
+            return shared.last_read_at + PING_SHARE * silence
+        with suppress(*LOST):  # reading tells what is wrong with the connection
+            await channel.ping(now)
+        return now + patience

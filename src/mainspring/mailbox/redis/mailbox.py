@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
 from mainspring.core.clock import virtual_clock
 from mainspring.core.loggers import Logger
-from mainspring.errors import ConfigError, InvalidParameterError, MailboxClosedError, MainspringError
+from mainspring.errors import ConfigError, InvalidParameterError, MailboxConnectionError, MainspringError
 from mainspring.mailbox import batched
 from mainspring.mailbox.backend import Capabilities, MailboxStatistics
 from mainspring.mailbox.batched import AcknowledgeMany, BatchedBackend, Batcher
@@ -21,19 +22,19 @@ from mainspring.mailbox.redis.commands import (
     MICRO,
     MOST_DEAD,
     TAKES,
-    Recover,
     RedisClaim,
+    RedisOpen,
     RedisSweep,
     WakeOthers,
     base_of,
     check_command,
     delivery_of,
     micros,
+    recovery_of,
     stored_size,
 )
 from mainspring.mailbox.redis.settings import FALLBACK, RECOVERY, RedisOptions, RedisServer
 from mainspring.mailbox.settings import name_at, reads_query
-from mainspring.runtime.interval import Periodic
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -42,12 +43,16 @@ if TYPE_CHECKING:
     from mainspring.mailbox.message import ClaimedMessage, Envelope, Settlement
     from mainspring.mailbox.redis.client import Client, OtherNodes
     from mainspring.mailbox.redis.listener import RedisWaiters
+    from mainspring.mailbox.redis.shared_server import SharedServer
     from mainspring.runtime.scope import DaemonScope
 
 T = TypeVar("T")
 R = TypeVar("R")
 _log = Logger("mainspring.mailbox")
 
+LINGER = 0.1
+"""Seconds for which this process stays on the list of waiters after a receive that has waited in vain: as a rule, the next
+one comes at once."""
 MOST_AT_ONCE = 250_000
 """Messages of one ``send_many``: all or none are stored, in one call, and the server serves no other client meanwhile."""
 
@@ -128,6 +133,7 @@ class RedisBackend(BatchedBackend):
     """A queue on a Redis server."""
 
     waiters: RedisWaiters
+    _shared: SharedServer
 
     capabilities = Capabilities(durable=True, cross_process=True, ordered=True, joined_acks=True, queue_age=True)
 
@@ -148,20 +154,49 @@ class RedisBackend(BatchedBackend):
     # ---------------------------------------------------------------------------------------------------- life cycle
 
     async def open(self, scope: DaemonScope) -> None:
-        from mainspring.mailbox.redis.client import Batches, Client, OtherNodes
-        from mainspring.mailbox.redis.listener import Listener, ListenerEvents, RedisWaiters
+        from mainspring.mailbox.redis.client import Client, OtherNodes
+        from mainspring.mailbox.redis.shared_server import SharedServer
         from mainspring.mailbox.redis.topology import Topology, check
 
         if virtual_clock() is not None:  # which would jump past each deadline while the server is asked
             raise ConfigError(
                 f"mailbox {self.name!r}: a Redis server's time is real, and this event loop's is virtual; use memory:// here"
             )
-        base, timeout, silence = base_of(self.name), self._options.timeout, self._options.silence
-        self._topology = Topology(self._server, base)
-        self._client = client = Client(self._topology, timeout, silence)
+        self._scope = scope
+        self._topology = Topology(self._server, base_of(self.name))
+        self._client = client = Client(self._topology, self.timeout, self._options.silence)
         client.on_silence = self.fail_claims
-        waiters = RedisWaiters(self._wake_others, self._put_back)
+        self._other_nodes: OtherNodes = OtherNodes(self._topology, self.timeout)
+        try:
+            await client.reach()
+            await client.ask(check, self.name, self._server.address, self._options.allow_eviction)
+            self._shared = SharedServer.of(self._topology)
+            self._prepare(client)
+            self._shared.join(scope)
+            try:
+                await self._make_known()
+                await self._shared.listener.add(self._subscription)
+            except BaseException:
+                self._shared.leave(scope)
+                raise
+        except BaseException:
+            await client.close()
+            raise
+        scope.start_soon(self._batcher.run, name=f"mailbox {self.name} batches", stop=self._batcher.stop)
+
+    def _prepare(self, client: Client) -> None:
+        from mainspring.mailbox.redis.client import Batches
+        from mainspring.mailbox.redis.listener import ListenerEvents, RedisWaiters, Subscription
+
+        alarms = self._shared.alarms
+        waiters = RedisWaiters(self._wake_others, self._put_back, alarms)
         self.open_line(waiters)
+        self._sweep_alarm = alarms.alarm(self._sweep_due)
+        self._recovery_alarm = alarms.alarm(self._recovery_due)
+        self._leave_alarm = alarms.alarm(self._leave_idle)
+        self._recovers = False  # with the next sweep
+        self._probes = False  # the next sweep is made even if no claim waits
+        self._found_empty: tuple[int, int] | None = None  # of the last claim: `signals` before it, and its lease
         events = ListenerEvents(
             due=self.sweep_in,
             cancelled=self.notifications.cancelled.publish,
@@ -169,57 +204,56 @@ class RedisBackend(BatchedBackend):
             leave=self._post,
             lost=self._listener_lost,
         )
-        self._listener = Listener(self._topology, base, client, waiters, events, timeout, silence)
+        self._subscription = Subscription(
+            base_of(self.name), client, waiters, events, self.timeout, self._options.silence
+        )
         self._batches = Batches(
             self.name,
             client,
-            timeout,
-            waiter=self._listener.waiter,
+            self.timeout,
+            waiter=self._subscription.waiter,
             on_due=self.sweep_in,
             on_unconfirmed=self._sweep_soon,
+            on_late=partial(self._start, client.abandon),
+            alarms=alarms,
         )
         self._batcher = Batcher(
             self._batches.execute, undo=self.undo, resume=self._batches.resume, name=f"mailbox {self.name!r}"
         )
-        self._probes = False  # the next sweep is made even if no claim waits
-        self._recoverer = Periodic(self._recover)
-        self._other_nodes: OtherNodes = OtherNodes(self._topology, timeout)
-        timers = self._batches.watch, self._listener.watch, self._recoverer
-        scope.start_soon(self.keep_time, *timers, name=f"mailbox {self.name} timers")
-        try:
-            await client.ask(check, self.name, self._server.address, self._options.allow_eviction)
-            await self._make_known()
-            await scope.start(self._listener.run, name=f"mailbox {self.name} listener")
-        except BaseException:
-            await client.close()
-            self.end_timers()
-            raise
-        scope.start_soon(self._batcher.run, name=f"mailbox {self.name} batches", stop=self._batcher.stop)
+
+    def _start(self, act: Callable[[], Awaitable[None]]) -> None:
+        self._scope.start_soon(act, name=f"mailbox {self.name} trouble")
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that a call may take."""
+        return self._options.timeout
 
     async def _make_known(self) -> None:
         """Make the mailbox known; raise :class:`ConfigError` if the user or its keys do not allow its operations."""
         from mainspring.mailbox.redis.connection import ServerError
 
-        opening, recover = batched.Open(self.name), Recover(self._options.recovery_interval)
+        recovers = not self.name.startswith("~")  # one for replies lives no longer than its requester
+        opening = RedisOpen(self.name, self._options.recovery_interval if recovers else None)
         try:
             await self._batches.execute([opening])
         except ServerError as error:
             if error.code not in {"NOPERM", "WRONGTYPE"}:
                 raise
-            opening.result = [f"has no use of it: {error.code} {error.detail}"]
+            opening.result = [f"has no use of it: {error.code} {error.detail}"], 0, 0.0
         if opening.error is not None:
             raise opening.error
-        if opening.result:
+        obstacles, found, again = opening.result
+        if obstacles:
             raise ConfigError(
-                f"mailbox {self.name!r}: the user of the URL {', '.join(opening.result)}; grant the commands with ACL SETUSER"
+                f"mailbox {self.name!r}: the user of the URL {', '.join(obstacles)}; grant the commands with ACL SETUSER"
                 " (how-to/redis says which), and rename keys that are another program's"
             )
-        if not self.name.startswith("~"):  # one for replies lives no longer than its requester
-            await self._batches.execute([recover])
-            self._recoverer.wake_by(self._now() + self._recovered(recover))
+        if recovers:
+            self._recovered(found, again)
 
     def statistics(self) -> MailboxStatistics:
-        client, listener, batcher = self._client, self._listener, self._batcher
+        client, subscription, batcher = self._client, self._subscription, self._batcher
         assert client is not None
         return MailboxStatistics(
             waiting_receives=self.waiters.parked,
@@ -227,9 +261,9 @@ class RedisBackend(BatchedBackend):
             in_flight=batcher.in_flight,
             batches=batcher.batches,
             unconfirmed=self._batches.unconfirmed,
-            reconnects=client.reconnects + listener.reconnects,
-            connected=listener.live and client.failed_at <= listener.live_since,
-            polling=not listener.live,
+            reconnects=client.reconnects + subscription.reconnects,
+            connected=subscription.live and client.failed_at <= subscription.live_since,
+            polling=not subscription.live,
         )
 
     async def exists(self) -> bool:
@@ -242,12 +276,14 @@ class RedisBackend(BatchedBackend):
         assert client is not None
         try:
             if client.connected:
-                self._listener.leave(for_good=True)
+                self._subscription.leave(for_good=True)
             await self._batcher.close()
         finally:
+            self._shared.sweeper.withdraw(self)
             await client.close()
             await self._other_nodes.close()
-            self.end_timers()
+            await self._shared.listener.remove(self._subscription)
+            self._shared.leave(self._scope)
 
     # ----------------------------------------------------------------------------------------------------- messages
 
@@ -337,33 +373,51 @@ class RedisBackend(BatchedBackend):
     ) -> list[ClaimedMessage]:
         if not wait_time_seconds:
             return await self.claim_once(max_messages, visibility_timeout, waits=False)
-        waiters, listener, visible = self.waiters, self._listener, micros(visibility_timeout)
+        waiters, visible = self.waiters, micros(visibility_timeout)
         waiters.active += 1
         waiters.wanted[visible] = waiters.wanted.get(visible, 0) + 1
         self.sweep_in(self._options.fallback_interval)
+        is_late = False
         try:
-            return await super().claim(max_messages, visible / MICRO, wait_time_seconds)
+            found = await super().claim(max_messages, visible / MICRO, wait_time_seconds)
+            is_late = not found and not waiters.closed
+            return found
         finally:
             waiters.active -= 1
             waiters.wanted[visible] -= 1
-            if listener.listed and not waiters.active:
-                listener.leave()
             if not waiters.wanted[visible]:
-                del waiters.wanted[visible]
-                if listener.no_longer_wanted(visible):
-                    self._list_again()
+                if is_late:
+                    self._leave_alarm.wake_by(self._now() + LINGER)
+                else:
+                    self._leave_idle()
+
+    def _leave_idle(self) -> float:
+        """Take this process off the list, as far as no receive waits."""
+        waiters, subscription = self.waiters, self._subscription
+        if subscription.listed and not waiters.active:
+            subscription.leave()
+        left = False
+        for visible in [visible for visible, receives in waiters.wanted.items() if not receives]:
+            del waiters.wanted[visible]
+            left = subscription.no_longer_wanted(visible) or left
+        if left:
+            self._list_again()
+        return math.inf
 
     async def claim_once(self, limit: int, visibility: float, *, waits: bool) -> list[ClaimedMessage]:
         if not waits:
             return await super().claim_once(limit, visibility, waits=False)
-        waiters = self.waiters
+        waiters, visible = self.waiters, micros(visibility)
         seen = waiters.signals
+        if waiters.active == 1 and self._found_empty == (seen, visible) and self._subscription.is_listed(visible):
+            return []  # a message would have woken this process, which has been on the list since the last claim
         found: list[ClaimedMessage] = []
         try:
             found = await super().claim_once(limit, visibility, waits=True)
+            self._found_empty = None if found else (seen, visible)
         finally:
             if not found or waiters.active > 1:
-                self._listener.waiter(micros(visibility), listed=True)
+                self._subscription.waiter(visible, listed=True)
         if found and waiters.signals != seen:  # woken meanwhile: for these, or for more
             waiters.pass_turn_on()
         return found
@@ -390,7 +444,7 @@ class RedisBackend(BatchedBackend):
     def _waiter(self) -> str:
         """Return the name on the list for the claim that has waited longest; "" if none waits."""
         visibility = self.waiters.visibility
-        return "" if visibility is None else self._listener.waiter(micros(visibility), listed=True)
+        return "" if visibility is None else self._subscription.waiter(micros(visibility), listed=True)
 
     def _put_back(self, delivery: ClaimedMessage) -> None:
         self._batcher.post(batched.Unclaim([delivery]))
@@ -405,58 +459,88 @@ class RedisBackend(BatchedBackend):
 
     # ----------------------------------------------------------------------------------------------- what is due
 
-    async def sweep(self, overslept: float) -> float:
-        """Sweep: the library wakes the claims. Unconfirmed operations leave with this call, also if no claim waits."""
-        if not (self.waiters.active or self._batches.unconfirmed or self._probes):
+    def _sweep_due(self) -> float:
+        """Have the library wake the claims that wait. With unconfirmed operations a call of its own is made in any case."""
+        now, interval = self._now(), self._options.fallback_interval
+        if self._batches.unconfirmed or self._probes:
+            self._probes = False
+            self._start(self._sweep_alone)
+        elif self.waiters.active:
+            self._shared.sweeper.ask(self)
+        else:
             return math.inf
-        self._probes = False
-        again = self._now() + self._options.fallback_interval
+        return _aligned(now + interval, interval)
+
+    async def _sweep_alone(self) -> None:
         try:
             await self._batcher.call(RedisSweep(self._waiter))
         except MainspringError:
             self.waiters.signal_all()  # unless it was silence, the next call may succeed
         else:
-            if not self._listener.live:  # the library cannot wake them
+            if not self._subscription.live:  # the library cannot wake them
                 self.waiters.signal_all()
-        return again
+
+    def sweep_arguments(self) -> tuple[str, int]:
+        """Return what the sweeper needs for this mailbox."""
+        recovers, self._recovers = self._recovers, False
+        return self._waiter(), recovery_of(self._options.recovery_interval if recovers else None)
+
+    def swept(self, due: float, found: int, recover_in: float, dropped: int) -> None:
+        """Take what the sweeper found."""
+        if due >= 0:
+            self.sweep_in(due)
+        if dropped:
+            self._batches.note_dropped(dropped)
+        if recover_in:
+            self._recovered(found, recover_in)
+        if not self._subscription.live:  # the library cannot wake them
+            self.waiters.signal_all()
+
+    def not_swept(self, silent: MailboxConnectionError | None) -> None:
+        """Let the claims look for themselves, or fail them if the server is silent."""
+        if silent is not None:
+            self.fail_claims(silent)
+        else:
+            self.waiters.signal_all()
 
     def sweep_in(self, seconds: float) -> None:
         if self.waiters.active:
-            super().sweep_in(seconds)
+            self._sweep_alarm.wake_by(self._now() + seconds)
 
     def _sweep_soon(self) -> None:
-        self._sweeper.wake_by(self._now() + self._options.fallback_interval)
+        self._sweep_alarm.wake_by(self._now() + self._options.fallback_interval)
 
     def _listener_lost(self, silent: bool) -> None:
         """Find out at once whether the server is there: it wakes no claim meanwhile. If it was silent, in any case."""
         self._probes = self._probes or silent
-        self._sweeper.wake_by(self._now())
+        self._sweep_alarm.wake_by(self._now())
 
-    async def _recover(self, overslept: float) -> float:
-        recover = Recover(self._options.recovery_interval)
-        try:
-            await self._batcher.call(recover)
-        except MailboxClosedError:
+    def _recovery_due(self) -> float:
+        interval = self._options.recovery_interval
+        if self.waiters.closed:
             return math.inf
-        except MainspringError:  # it is tried again; users of the mailbox hear of it
-            return self._now() + recover.interval
-        return self._now() + self._recovered(recover)
+        self._recovers = True
+        self._shared.sweeper.ask(self)
+        return _aligned(self._now() + interval, interval)  # also if that call fails; users of the mailbox hear of it
 
-    def _recovered(self, recover: Recover) -> float:
-        """Log what was found. Return in how many seconds there is more to do."""
-        if recover.result is None:
-            return recover.interval
-        found, again = recover.result
+    def _recovered(self, found: int, again: float) -> None:
+        """Log what was found. There is more to do in ``again`` seconds."""
+        self._recovery_alarm.wake_by(self._now() + again)
         if found:
             _log.warning(
                 "mailbox %r: %d messages or dead letters that no index had are back (a key was deleted)",
                 self.name,
                 found,
             )
-        return float(again)
 
     def sibling(self, name: str) -> RedisBackend:
         return RedisBackend(self._server, self._options.with_values(name=name, capacity=None))
+
+
+def _aligned(when: float, interval: float) -> float:
+    """Return ``when`` or a little sooner, so that mailboxes with that interval come to be swept together."""
+    step = interval / 10
+    return when // step * step
 
 
 def _need_driver() -> None:

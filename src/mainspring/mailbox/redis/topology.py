@@ -8,6 +8,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+import anyio
+
 from mainspring.core import process
 from mainspring.core.loggers import Logger
 from mainspring.errors import ConfigError, MailboxConnectionError
@@ -171,7 +173,12 @@ async def check(channel: Channel, name: str, address: str, allow_eviction: bool)
 
     :raises ConfigError: there is a ``maxmemory`` with a policy other than ``noeviction``, and no ``allow_eviction``.
     """
-    memory = await _info(channel, "memory")
+    shared, began = channel.shared, anyio.current_time()
+    async with shared.asking:
+        if shared.memory_at < began:  # else it was asked for another mailbox meanwhile
+            shared.memory = await _info(channel, "memory")
+            shared.memory_at = anyio.current_time()
+    memory = shared.memory
     policy = memory.get("maxmemory_policy", "")
     evicts = policy.startswith(("allkeys", "volatile")) and memory.get("maxmemory", "0") != "0"
     if evicts and not allow_eviction:

@@ -43,12 +43,17 @@ local function next_reply()
   return number, rank, at - 2
 end
 
-local function send_reply(number, rank, from)
-  local to = box
-  if number > 0 then
-    to = others[number] or box_of(number * KEYS_OF_ONE)
-    others[number] = to
+-- The mailbox of that number in the call.
+local function numbered(number)
+  if number == 0 then
+    return box
   end
+  others[number] = others[number] or box_of(number * KEYS_OF_ONE)
+  return others[number]
+end
+
+local function send_reply(number, rank, from)
+  local to = numbered(number)
   if not is_missing(to) then
     send_one(to, ARGV[from], rank, ARGV[from + 1]) -- also without memory: what ends frees more than it takes
   end
@@ -62,6 +67,23 @@ local function delete_old_listeners(of)
       redis.call('HDEL', of.state, known[i])
     end
   end
+end
+
+-- For receives that wait: also for messages of a process that was stopped just as it was woken.
+local function sweep_for(of, waiter)
+  sweep(of)
+  if waiter ~= '' then -- the server may have lost the list, as it may have lost all
+    make_known(of)
+    list_waiter(of, waiter)
+  end
+  if redis.call('ZCARD', of.ready) > 0 then
+    of.added = of.added + 1
+  end
+end
+
+-- Mend what is to be mended, if that is due: `every` is the pause between two recoveries; below 0: not now.
+local function recover_every(of, every)
+  return every < 0 and { 0, 0 } or recover(of, every)
 end
 
 local operations = {
@@ -130,9 +152,11 @@ local operations = {
     return acknowledge(box, next_list())
   end,
   open = function()
+    local every = next_number()
     make_known(box)
     delete_old_listeners(box)
-    return {}
+    local done, mended = pcall(recover_every, box, every)
+    return { {}, unpack(done and mended or { 0, 0 }) }
   end,
   reply = function()
     local receipt, number, rank, from = next_argument(), next_reply()
@@ -210,18 +234,24 @@ local operations = {
     end
     return 1
   end,
-  sweep = function() -- for receives that wait: also for messages of a process that was stopped just as it was woken
-    local waiter = next_argument()
+  sweep = function()
     asked = true
-    sweep(box)
-    if waiter ~= '' then -- the server may have lost the list, as it may have lost all
-      make_known(box)
-      list_waiter(box, waiter)
-    end
-    if redis.call('ZCARD', box.ready) > 0 then
-      box.added = box.added + 1
-    end
+    sweep_for(box, next_argument())
     return 1
+  end,
+  sweep_each = function() -- several mailboxes, each with its waiter and the pause between recoveries; what fails, fails for one
+    local results = {}
+    for i = 1, next_number() do
+      local of, waiter, every = numbered(next_number()), next_argument(), next_number()
+      local done, result = pcall(function()
+        sweep_for(of, waiter)
+        local found, again = unpack(recover_every(of, every))
+        local due = next_due(of)
+        return { due and math.max(due - now, 0) or -1, of.dropped, found, again }
+      end)
+      results[i] = done and result or 'failed'
+    end
+    return results
   end,
   count = function()
     return sweep(box) and {} or counts(box)
@@ -229,9 +259,6 @@ local operations = {
   purge = function()
     verify(box)
     return sweep(box) and -1 or purge(box)
-  end,
-  recover = function()
-    return recover(box, next_number())
   end,
   drop = function() -- all of it
     verify(box)
@@ -359,7 +386,7 @@ local function run(keys, arguments)
   if ARGV[1] == 'open' then
     local found = obstacles(box_of(0))
     if found[1] then
-      return { found, -1, 0, 0 }
+      return { { found, 0, 0 }, -1, 0, 0 }
     end
   end
   local time = redis.call('TIME')

@@ -1,0 +1,153 @@
+"""What the mailboxes of a process and event loop on one server share beside their connections: listener, alarms, sweeps.
+
+One mailbox's task serves all of them. When that mailbox closes, a task of another one takes over. In a cluster, where each
+mailbox has connections of its own, it shares with none.
+"""
+
+from __future__ import annotations
+
+from contextvars import Context, copy_context
+from functools import partial
+from typing import TYPE_CHECKING, Final, Protocol
+
+import anyio
+
+from mainspring.core import process
+from mainspring.errors import MailboxConnectionError
+from mainspring.mailbox.redis.client import Client, silence_of
+from mainspring.mailbox.redis.commands import MICRO, FunctionCall, keys_of
+from mainspring.mailbox.redis.connection import LOST
+from mainspring.mailbox.redis.listener import Listener
+from mainspring.runtime.interval import Alarms
+
+if TYPE_CHECKING:
+    from mainspring.mailbox.redis.commands import Argument
+    from mainspring.mailbox.redis.topology import Topology
+    from mainspring.runtime.scope import DaemonScope
+
+KIND: Final = "redis servers"
+MOST_TOGETHER: Final = 100
+"""Mailboxes of one call: the server serves no other client meanwhile."""
+
+
+class SharedServer:
+    """See the module. Get one by :meth:`of`, :meth:`join` it, and :meth:`leave` it in the end."""
+
+    def __init__(self, topology: Topology) -> None:
+        self.alarms = Alarms()
+        self.listener = Listener(topology)
+        self.sweeper = Sweeper(topology)
+        self._members: dict[DaemonScope, Context] = {}
+        self._server: DaemonScope | None = None  # whose task serves
+        self._serving = anyio.CancelScope()
+        self._turn = anyio.Lock()
+
+    @classmethod
+    def of(cls, topology: Topology) -> SharedServer:
+        """Return that of the running event loop for a server which was reached."""
+        if topology.cluster:
+            return cls(topology)
+        return process.shared(KIND, (process.event_loop(), topology.server), partial(cls, topology))
+
+    def join(self, scope: DaemonScope) -> None:
+        """Take part, with the scope of a mailbox: a task of it may serve all."""
+        self._members[scope] = copy_context()
+        self._find_server()
+
+    def leave(self, scope: DaemonScope) -> None:
+        """Take part no more."""
+        self._members.pop(scope, None)
+        if self._server is scope:
+            self._server = None
+            self._serving.cancel()
+            self._find_server()
+
+    def _find_server(self) -> None:
+        if self._server is None and self._members:
+            scope, context = next(iter(self._members.items()))
+            self._server, self._serving = scope, anyio.CancelScope(shield=True)
+            context.run(partial(scope.start_soon, self._serve, self._serving, name="mailboxes of a Redis server"))
+
+    async def _serve(self, serving: anyio.CancelScope) -> None:
+        """Serve all until that scope is cancelled. Nothing else ends it: clean-up under a shield still needs it."""
+        with serving:
+            async with self._turn, anyio.create_task_group() as tasks:
+                for serve in (self.alarms.timer.run, self.listener.run, self.listener.watch.run, self.sweeper.run):
+                    tasks.start_soon(serve)
+
+
+class SweptMailbox(Protocol):
+    """What a sweeper has of a mailbox."""
+
+    name: str
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that a call may take."""
+
+    def sweep_arguments(self) -> tuple[Argument, ...]:
+        """Return its name on the list of waiters ("": none), and the microseconds between two recoveries (-1: none now)."""
+
+    def swept(self, due: float, found: int, recover_in: float, dropped: int) -> None:
+        """Take the result: seconds until the next thing is due (below 0: nothing is), and what the recovery says."""
+
+    def not_swept(self, silent: MailboxConnectionError | None) -> None:
+        """Note that the call failed; with an error: the server did not answer in the mailbox's time."""
+
+
+class Sweeper:
+    """Has the library do what is due in several mailboxes by one call, as most of the time nothing is due in any."""
+
+    def __init__(self, topology: Topology) -> None:
+        self._topology = topology
+        self._client: Client | None = None
+        self._asked: dict[SweptMailbox, None] = {}
+        self._wake = anyio.Event()
+
+    def ask(self, mailbox: SweptMailbox) -> None:
+        """Have a mailbox swept, together with others that ask in the same turn of the event loop."""
+        self._asked[mailbox] = None
+        self._wake.set()
+
+    def withdraw(self, mailbox: SweptMailbox) -> None:
+        """Forget that it asked."""
+        self._asked.pop(mailbox, None)
+
+    async def run(self) -> None:
+        """Sweep until cancelled; what was out then is not swept."""
+        while True:
+            while self._asked:
+                together = list(self._asked)[:MOST_TOGETHER]
+                for mailbox in together:
+                    del self._asked[mailbox]
+                await self._sweep(together)
+            self._wake = anyio.Event()
+            await self._wake.wait()
+
+    async def _sweep(self, together: list[SweptMailbox]) -> None:
+        timeout = min(mailbox.timeout for mailbox in together)
+        client = self._client = self._client or Client(self._topology, timeout)
+        call = FunctionCall(together[0].name, keys_of(together[0].name))
+        silent: MailboxConnectionError | None = None
+        rows: object = None
+        try:
+            with anyio.fail_after(timeout):
+                await client.connect()
+                call.arguments += ("sweep_each", len(together))
+                for mailbox in together:
+                    call.arguments += (call.number(mailbox.name), *mailbox.sweep_arguments())
+                rows = (await client.call(call))[0]
+        except TimeoutError:
+            await client.abandon()
+            silent = silence_of(self._topology.server, timeout, connected=True)
+        except (*LOST, MailboxConnectionError):
+            pass
+        finally:
+            await client.leave()
+        for number, mailbox in enumerate(together):
+            row = rows[number] if isinstance(rows, list) else None
+            if isinstance(row, list):
+                due, dropped, found, again = row
+                mailbox.swept(due / MICRO, found, again / MICRO, dropped)
+            else:
+                mailbox.not_swept(silent if mailbox.timeout <= timeout else None)
