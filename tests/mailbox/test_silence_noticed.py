@@ -17,8 +17,7 @@ from mainspring.core import random
 from mainspring.mailbox.limits import SILENCE
 from mainspring.mailbox.nats import connection as nats_connection
 from mainspring.mailbox.postgres import connection as postgres_connection
-from mainspring.mailbox.postgres import mailbox as postgres_mailbox
-from mainspring.mailbox.postgres import pool as postgres_pool
+from mainspring.mailbox.postgres import listener as postgres_listener
 from mainspring.mailbox.redis import listener as redis_listener
 from mainspring.mailbox.redis.mailbox import RedisMailbox
 from postgres_support import moved
@@ -131,8 +130,8 @@ def test_with_defaults_the_bound_holds_whenever_the_silence_begins() -> None:
     """As above for the worst instant, by the defaults themselves."""
     redis_timeout = signature(RedisMailbox).parameters["timeout"].default
     assert (redis_listener.PING_SHARE + redis_listener.PONG_SHARE) * SILENCE + redis_timeout <= 9
-    look = postgres_mailbox.POLL_INTERVAL + (2 * postgres_connection.WATCH + postgres_connection.ANSWER) * SILENCE
-    listener = (postgres_pool.QUIET + postgres_pool.ANSWER + postgres_connection.ANSWER) * SILENCE
+    look = postgres_listener.POLL_INTERVAL + (2 * postgres_connection.WATCH + postgres_connection.ANSWER) * SILENCE
+    listener = (postgres_listener.QUIET + postgres_listener.ANSWER + postgres_connection.ANSWER) * SILENCE
     assert max(look, listener) <= 9
     assert 3 * nats_connection.PING_SHARE * SILENCE <= 9
 

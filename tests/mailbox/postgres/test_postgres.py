@@ -19,8 +19,8 @@ from mainspring.mailbox import limits
 from mainspring.mailbox.backend import MailboxStatistics
 from mainspring.mailbox.message import CancelOutcome, Counts
 from mainspring.mailbox.postgres import schema as schemas
+from mainspring.mailbox.postgres.commands import RESET_AFTER, Watermark
 from mainspring.mailbox.postgres.mailbox import PostgresMailbox
-from mainspring.mailbox.postgres.pool import RESET_AFTER, Watermark
 from mainspring.mailbox.postgres.schema import worth_a_vacuum
 from mainspring.mailbox.postgres.values import Blobs, Floats, Integers, Longs, Shorts, Texts, array, register
 from postgres_support import Meter, gate, receiving, until, worker_role

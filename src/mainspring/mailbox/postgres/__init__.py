@@ -4,7 +4,8 @@ Where things are. A message is one row of the table ``messages`` from its send t
 (``sql/``, made by :mod:`schema`) do everything to it. A call of :class:`PostgresBackend` becomes a command. A batcher takes
 what is queued as one batch: :mod:`commands` turns it into statements, each a call of one function, and their rows into
 results. A :class:`ConnectionPool` executes the statements in one transaction and one round trip. All mailboxes of a process
-on one database share a :class:`SharedPool`: the connections, and a further connection that listens for notifications.
+on one database share a :class:`SharedPool`: the connections, one that listens for notifications (:class:`Listener`), and the
+polls (:class:`Polls`). So a mailbox of its own has one task, and more only once it sends.
 
 States. A message is pending (state 0), delayed (1) or in flight (2); settled ones have no row, dead letters are in ``dead``.
 A lease is the number in the row and its end; a receipt handle is the id and that number. A lease is held while both match
@@ -17,7 +18,10 @@ Invariants.
 - A batcher has one batch in flight. So a claim that was made after a settlement is executed after it.
 - A batch waits for no lock for long: other transactions can only hold a row of a handler's transaction, or a dedup key.
   Those calls travel apart (:class:`HandlerTransactions`, :class:`DedupSends`).
-- Notifications only make receives quicker. A waiting receive also polls, so that a lost one costs seconds, and no message.
+- Notifications only make receives quicker. Polls are made for waiting receives, so that a lost one costs seconds, and no
+  message.
+- A receive that waits long enough for a poll asks nothing itself while its mailbox is known to be empty: by a poll of the last
+  two intervals, with no notification since.
 - A watermark only saves reads. Each second a claim does without it.
 
 Cancelled, a caller leaves at once. Its batch goes on; a claim of its own is undone by the first command of the next batch

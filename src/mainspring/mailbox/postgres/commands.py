@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 
     from mainspring.mailbox.batched import Command
     from mainspring.mailbox.message import Ack, Dead, Envelope
-    from mainspring.mailbox.postgres.pool import Watermark
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -56,11 +55,6 @@ class PostgresSend(batched.Send):
     """``blocked``: nothing was stored, because an open transaction has sent one of the keys."""
 
     blocked: bool = field(default=False, init=False)
-
-
-@dataclass(eq=False, repr=False, slots=True)
-class Poll(batched.Sweep):
-    """Do what is due, and count what waiting receives could claim; results in (pending, seconds until more is due)."""
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -72,6 +66,55 @@ class Settle(batched.OfDelivery):
 
 
 _PLACE = itemgetter(11, 12)
+
+RESET_AFTER = 1.0
+"""Seconds after which a claim starts from the very front again. A message that a long transaction or another process puts
+behind the floors waits at most this long."""
+SWEEP = 1_000
+"""Messages that are due and that the server moves in one claim, at most."""
+
+
+class Watermark:
+    """The floors of one mailbox: for each rank the place before which this process has claimed everything.
+
+    A message can come to lie behind a floor: another process released it, or the transaction that sent it took longer than
+    those after it. Claims that find too little look there anyway, and every :data:`RESET_AFTER` seconds one does so first.
+    """
+
+    __slots__ = ("_floors", "_full_at", "_swept_at")
+
+    def __init__(self) -> None:
+        self._floors: dict[int, int] = {}
+        self._swept_at: float | None = None
+        self._full_at = float("-inf")
+
+    def start(self, now: float) -> tuple[list[int], list[int], float | None]:
+        """Return, for a claim at ``now`` (anyio's clock), ranks, their floors, and the server's instant before
+        which nothing is due."""
+        if now - self._full_at >= RESET_AFTER:
+            self._full_at = now
+            self._floors.clear()
+            return [], [], None
+        return list(self._floors), list(self._floors.values()), self._swept_at
+
+    def swept(self, at: float, moved: int) -> None:
+        """Note that all due by ``at`` (the server's clock) has been done, except what was committed late.
+
+        Where as many were ``moved`` as one sweep may, the next one goes on just there: it shall not read again what this one
+        has moved.
+        """
+        self._swept_at = at if moved >= SWEEP else at - RESET_AFTER
+
+    def claimed(self, rank: int, pos: int) -> None:
+        """Note that a claim got to that place."""
+        if pos > self._floors.get(rank, 0):
+            self._floors[rank] = pos
+
+    def returned(self, rank: int, pos: int) -> None:
+        """Note that a message is at that place again."""
+        if pos < self._floors.get(rank, 0):
+            self._floors[rank] = pos
+
 
 LOCK_WAIT = 0.01
 """Seconds that a send waits for an open transaction that has sent its key. Then the others of its batch go without it."""
@@ -260,17 +303,6 @@ class StatementBatch:
             self.watermark.returned(rank, pos)
         self.became_pending[self.box] += len(rows)
 
-    def add_poll(self, polls: list[Poll]) -> None:
-        def finish(rows: list[tuple[Any, ...]]) -> None:
-            moved, pending, due_in, newly_listening, at = rows[0]
-            self.watermark.swept(at, moved)
-            self.newly_listening = self.newly_listening or newly_listening
-            for poll in polls:
-                poll.result = (pending, due_in)
-
-        _, _, since = self.watermark.start(self.now)
-        self._add("poll", (since,), finish)
-
     def add_count(self, counts: list[batched.Count]) -> None:
         parts: list[int] = []
 
@@ -385,7 +417,6 @@ _IN_ORDER: tuple[tuple[type, Callable[[StatementBatch, Any], None]], ...] = (
     (batched.Checkpoint, StatementBatch.add_checkpoint),
     (PostgresSend, StatementBatch.add_send),
     (batched.Claim, StatementBatch.add_claim),
-    (Poll, StatementBatch.add_poll),
     (batched.Count, StatementBatch.add_count),
 )
 

@@ -6,7 +6,7 @@ import os
 import re
 import select
 import sys
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from traceback import clear_frames
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 CANCEL_TIMEOUT = 3.0
 """Seconds in which the server must answer a cancel request; a quarter of the timeout where that is less."""
+MAX_BATCHES = 10
+"""Batches of a process in flight at once; each has a connection, and further ones wait for their turn."""
 MAX_IDLE = 4
 """Idle connections that are kept open."""
 TRIES = 4
@@ -90,6 +92,7 @@ class Connection(psycopg.AsyncConnection[Any]):
 
     async def wait(self, gen: Any, interval: float = 0.1, *args: Any, **keywords: Any) -> Any:
         """Wait for an operation of the driver. The parameters are the driver's, whose versions differ in them."""
+        interval = keywords.get("timeout") or interval  # it has nothing to look at in between
         try:
             return await wait_async(gen, self.pgconn.socket, interval, *args, **keywords)
         except anyio.get_cancelled_exc_class():
@@ -184,7 +187,10 @@ class ConnectionPool:
         self._on_silence = on_silence
         self._in_flight: set[_InFlight] = set()
         self.cancel_timeout = min(CANCEL_TIMEOUT, timeout / 4)
+        self._turns = anyio.Semaphore(MAX_BATCHES, fast_acquire=True)
         self.batches = 0
+        self.changes = 0
+        """Batches that may have changed something."""
         self.connected = False
         self.reconnects = 0
         self._lost = False  # a connection, which has not been made anew yet
@@ -246,7 +252,12 @@ class ConnectionPool:
             connection.pgconn.finish()
 
     async def run(
-        self, statements: Sequence[Statement], timeout: float | None = None, turn: anyio.Semaphore | None = None
+        self,
+        statements: Sequence[Statement],
+        timeout: float | None = None,
+        turn: anyio.Semaphore | None = None,
+        *,
+        changes: bool = True,
     ) -> None:
         """Execute the statements in one transaction and one round trip, and give each its rows.
 
@@ -255,7 +266,8 @@ class ConnectionPool:
         :class:`ConfigError` for a missing schema or right, ``psycopg.Error`` for a value that the server does not take.
         Cancelled, or out of time, it cancels the query on the server.
 
-        :param turn: held meanwhile, waiting included in ``timeout``.
+        :param turn: held meanwhile, waiting included in ``timeout``; None: one of those for :data:`MAX_BATCHES`.
+        :param changes: whether the statements may change something.
         """
         patience = self.timeout if timeout is None else timeout
         deadline = anyio.current_time() + patience
@@ -265,7 +277,7 @@ class ConnectionPool:
             self._in_flight.add(out)
             try:
                 with scope:
-                    async with turn or nullcontext(), self.connection() as connection:
+                    async with turn or self._turns, self.connection() as connection:
                         scope.deadline = deadline - self.cancel_timeout
                         out.connection = connection
                         results = await execute(connection, statements)
@@ -280,6 +292,7 @@ class ConnectionPool:
                 raise _silent() if out.lost else no_answer(patience)
             break
         self.batches += 1
+        self.changes += changes
         self.connected = True
         for statement, rows in zip(statements, results, strict=True):
             if statement.finish is not None:

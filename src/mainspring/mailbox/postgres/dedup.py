@@ -10,7 +10,6 @@ import psycopg
 
 from mainspring.core.clock import loop_clock
 from mainspring.errors import MailboxConnectionError
-from mainspring.mailbox.batched import Batcher
 from mainspring.mailbox.postgres.commands import LOCK_WAIT, PostgresSend
 from mainspring.mailbox.postgres.connection import BlockedError, refusal
 from mainspring.mailbox.postgres.values import stored_key
@@ -19,6 +18,7 @@ from mainspring.runtime.retry import Retries
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
+    from mainspring.mailbox.batched import Batcher
     from mainspring.mailbox.message import Envelope
 
 SHORT_LOCK_WAIT = 0.001
@@ -43,14 +43,15 @@ class DedupSends:
     So no batch waits on the server, with its connection and its other sends, for a transaction that may never end.
     """
 
-    def __init__(self, transact: Transact, timeout: float, name: str) -> None:
+    def __init__(
+        self, transact: Transact, timeout: float, batcher: Callable[[Callable[..., Awaitable[None]]], Batcher[Any]]
+    ) -> None:
         self._transact = transact
         self._timeout = timeout
         self._now = loop_clock()
         self._blocked: Counter[str] = Counter()
-        self._first: Batcher[PostgresSend] = Batcher(self._together, name=name)
-        self._again: Batcher[PostgresSend] = Batcher(self._each_key, name=name)
-        self.batchers = (self._first, self._again)
+        self._first: Batcher[PostgresSend] = batcher(self._together)
+        self._again: Batcher[PostgresSend] = batcher(self._each_key)
 
     async def send(self, envelopes: list[Envelope]) -> list[str]:
         """Store all or none. Return the ids. Raise :class:`MailboxConnectionError` if a key stays blocked until the timeout."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import asynccontextmanager
+from contextvars import copy_context
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import anyio
 import psycopg
 
-from mainspring.errors import InvalidParameterError, MainspringError
+from mainspring.errors import InvalidParameterError
 from mainspring.mailbox import batched
 from mainspring.mailbox.backend import TRANSIENT, Capabilities, MailboxStatistics
 from mainspring.mailbox.batched import AcknowledgeMany, BatchedBackend, Batcher, Command, Waiters
@@ -23,13 +24,13 @@ from mainspring.mailbox.postgres import schema as schemas
 from mainspring.mailbox.postgres.commands import (
     LOCK_WAIT,
     NoSuchTargetError,
-    Poll,
     PostgresSend,
     Settle,
     StatementBatch,
 )
 from mainspring.mailbox.postgres.connection import ConnectionPool, refusal
 from mainspring.mailbox.postgres.dedup import DedupSends
+from mainspring.mailbox.postgres.listener import QUICK_POLLS, Polling
 from mainspring.mailbox.postgres.pool import SharedPool
 from mainspring.mailbox.postgres.settings import (
     SCHEMA,
@@ -56,17 +57,11 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     from mainspring.mailbox.message import ClaimedMessage, Dead, Envelope, Message, Settlement
+    from mainspring.runtime.interval import Periodic
     from mainspring.runtime.scope import DaemonScope
 
 T = TypeVar("T")
 R = TypeVar("R")
-QUICK_POLLS = (0.005, 0.05, 0.25)
-"""Seconds after which the first receive to wait polls again: a sender whose transaction was under way then could not know that
-it must notify."""
-POLL_INTERVAL = 1.0
-"""Seconds after which waiting receives ask the store again, in case a notification was lost."""
-POLL_WITHOUT_LISTENING = 0.1
-"""The same while no notifications arrive."""
 WITHIN_CAPACITY = 2
 """Sends within a capacity that are in flight at once, each with a connection: one stores, and the next has come to the server.
 Their transactions take turns there anyway."""
@@ -175,7 +170,8 @@ class PostgresBackend(BatchedBackend):
 
     Batchers each have one batch in flight at a time, and do not wait for each other. ``_batcher`` is for claims and all that a
     lease allows, in the order in which it comes; ``_sends`` is for messages; :class:`DedupSends` has two for those with a
-    dedup key. Sends within a capacity, in turns, and what concerns dead letters and cancellations travel alone.
+    dedup key. Sends within a capacity, in turns, and what concerns dead letters and cancellations travel alone. Timers, polls
+    and notifications are the pool's, for all its mailboxes.
     """
 
     _pool: SharedPool
@@ -224,32 +220,46 @@ class PostgresBackend(BatchedBackend):
         shared = SharedPool.shared(self._conninfo, options.schema, options.timeout, options.silence, options.listen)
         shared.acquire()
         try:
-            self._store, self._number = await schemas.prepare(
-                shared.connections, options.schema, options.migrate, self.name
-            )
+            self._store, self._number = await shared.prepare(self.name, options.migrate)
         except BaseException:
             await shared.release()
             raise
         self._pool = shared
         self._ranks = {0}  # it may have been dropped since it was open last
-        self._watermark = shared.watermark(self._number)
-        self.open_line(Waiters())
-        self._quick_polls: list[float] = []
+        self.watermark = shared.watermark(self._number)
+        self.polling = Polling(self._number, options.poll_interval)
+        self.open_line(Waiters(shared.alarms))
         self._reconnects = shared.connections.reconnects
-        shared.add_mailbox(self.name, self._number, self)
-        self._start(scope, f"mailbox {self.name!r}")
-
-    def _start(self, scope: DaemonScope, name: str) -> None:
-        shared = self._pool
-        self._batcher = Batcher(self._execute, undo=self.undo, name=name)
-        self._sends: Batcher[Command] = Batcher(self._execute, name=name)
+        self._scope = scope
+        self._context = copy_context()
+        self._batchers: list[Batcher[Any]] = []
+        self._batcher = self._new_batcher(self._execute, self.undo)
+        self._sends: Batcher[Command] | None = None
+        self._dedup: DedupSends | None = None
         self._turns = anyio.Semaphore(WITHIN_CAPACITY)
-        self._dedup = DedupSends(self._transact, shared.connections.timeout, name)
-        self._batchers: tuple[Batcher[Any], ...] = (*self._dedup.batchers, self._sends, self._batcher)
-        scope.start_soon(shared.host, name=f"{name} notifications")
-        scope.start_soon(self.keep_time, name=f"{name} timers")
-        for batcher in self._batchers:
-            scope.start_soon(batcher.run, name=f"{name} batches", stop=batcher.stop)
+        shared.add_mailbox(self.name, self._number, self)
+
+    def _new_batcher(
+        self, execute: Callable[[list[Any]], Awaitable[None]], undo: Callable[[Command], None] | None = None
+    ) -> Batcher[Any]:
+        """Make a batcher and start its task. Those for sends are made by the first one: many mailboxes only receive."""
+        name = f"mailbox {self.name!r}"
+        batcher = Batcher(execute, undo=undo, name=name)
+        self._batchers.append(batcher)
+        self._context.run(partial(self._scope.start_soon, batcher.run, name=f"{name} batches", stop=batcher.stop))
+        return batcher
+
+    def serve(self) -> None:
+        """Start a task that serves all mailboxes of the pool, until this one is closed."""
+        self._context.run(partial(self._scope.start_soon, self.keep_time, name=f"mailbox {self.name!r} pool"))
+
+    async def keep_time(self, *others: Periodic) -> None:
+        """Run the timers, and all that the pool shares. A cancellation does not end them."""
+        with self._timers:
+            await self._pool.serve()
+
+    def sweep_in(self, seconds: float) -> None:
+        self._pool.polls.poll_in(self, seconds)
 
     async def exists(self) -> bool:
         return await schemas.has_mailbox(
@@ -274,10 +284,10 @@ class PostgresBackend(BatchedBackend):
             waiting_receives=self.waiters.parked,
             queued=self._turns.statistics().tasks_waiting + sum(batcher.queued for batcher in self._batchers),
             in_flight=WITHIN_CAPACITY - self._turns.value + sum(batcher.in_flight for batcher in self._batchers),
-            batches=sum(batcher.batches for batcher in self._batchers),
+            batches=self.polling.polls + sum(batcher.batches for batcher in self._batchers),
             reconnects=shared.connections.reconnects - self._reconnects,
             connected=shared.connections.connected,
-            polling=not shared.listening,
+            polling=not shared.polls.listening,
         )
 
     async def drop(self) -> None:
@@ -291,7 +301,7 @@ class PostgresBackend(BatchedBackend):
 
     def _new_batch(self, patience: float | None = None) -> StatementBatch:
         """Return a batch to execute outside of the batchers."""
-        return StatementBatch(self._pool.schema, self._number, self._watermark, self._now(), patience=patience)
+        return StatementBatch(self._pool.schema, self._number, self.watermark, self._now(), patience=patience)
 
     async def _execute(self, commands: list[Command]) -> None:
         """Execute commands together; if one has a value that the server does not take, each by itself."""
@@ -310,7 +320,7 @@ class PostgresBackend(BatchedBackend):
     async def _transact(self, commands: Sequence[Command], lock_wait: float = LOCK_WAIT, apart: bool = False) -> None:
         shared = self._pool
         batch = StatementBatch(
-            shared.schema, self._number, self._watermark, self._now(), lock_wait=lock_wait, apart=apart
+            shared.schema, self._number, self.watermark, self._now(), lock_wait=lock_wait, apart=apart
         )
         await shared.connections.run(batch.build(commands))
         self._notify(batch)
@@ -319,7 +329,7 @@ class PostgresBackend(BatchedBackend):
         """Execute a command in no batch, as it may have to wait for a lock; raise its error."""
         batch = self._new_batch()
         try:
-            await self._pool.connections.run(batch.build([command]))
+            await self._pool.connections.run(batch.build([command]), turn=self._pool.single_calls)
         except psycopg.Error as error:
             raise refusal(error) from error
         if command.error is not None:
@@ -331,45 +341,31 @@ class PostgresBackend(BatchedBackend):
         shared = self._pool
         for number, count in batch.became_pending.items():
             if count > 0:
-                shared.wake(number, count)
+                shared.listener.wake(number, count)
         if batch.due_in is not None:
-            shared.sweep_in(self._number, batch.due_in)
+            shared.listener.sweep_in(self._number, batch.due_in)
         if batch.newly_listening:
-            self._quick_polls = list(QUICK_POLLS)
-            self.sweep_in(self._quick_polls.pop(0))
-
-    @property
-    def _poll_interval(self) -> float:
-        """Seconds after which waiting receives ask the store again."""
-        if self._options.poll_interval is not None:
-            return self._options.poll_interval
-        return POLL_INTERVAL if self._pool.listening else POLL_WITHOUT_LISTENING
-
-    async def sweep(self, overslept: float) -> float:
-        """Ask also what has come: its notification may have been lost."""
-        if not self.waiters.parked:
-            return math.inf
-        again = self._quick_polls.pop(0) if self._quick_polls else self._poll_interval
-        try:
-            pending, due_in = await self._batcher.call(Poll())
-        except MainspringError:  # the receives themselves will hear of it
-            self.waiters.signal_all()
-            return self._now() + again
-        if pending:
-            self.waiters.signal(pending)
-        return self._now() + (again if due_in is None else min(again, max(due_in, 0.0)))
+            self.polling.quick = list(QUICK_POLLS)
+            shared.polls.poll_in(self, self.polling.quick.pop(0))
 
     # -------------------------------------------------------------------------------------------------------- sending
 
     async def send(self, envelopes: list[Envelope]) -> list[str]:
         await self._ready_for(envelopes)
         if self._capacity is not None:
-            return await self._dedup.retry_while_blocked(envelopes, self._send_within_capacity)
+            return await self._dedup_sends().retry_while_blocked(envelopes, self._send_within_capacity)
         for envelope in envelopes:
             if envelope.dedup_key is not None:
-                return await self._dedup.send(envelopes)
+                return await self._dedup_sends().send(envelopes)
+        if self._sends is None:
+            self._sends = self._new_batcher(self._execute)
         ids: list[str] = await self._sends.call(PostgresSend(envelopes))
         return ids
+
+    def _dedup_sends(self) -> DedupSends:
+        if self._dedup is None:
+            self._dedup = DedupSends(self._transact, self._pool.connections.timeout, self._new_batcher)
+        return self._dedup
 
     async def _send_within_capacity(self, send: PostgresSend) -> None:
         batch = self._new_batch()
@@ -407,10 +403,21 @@ class PostgresBackend(BatchedBackend):
 
     # ------------------------------------------------------------------------------------------------------ receiving
 
+    async def claim(
+        self, max_messages: int, visibility_timeout: float, wait_time_seconds: float
+    ) -> list[ClaimedMessage]:
+        if wait_time_seconds < self._pool.polls.interval(self):  # no poll would come in that time
+            self.polling.found_empty(-1, -math.inf)
+        return await super().claim(max_messages, visibility_timeout, wait_time_seconds)
+
     async def claim_once(self, limit: int, visibility: float, *, waits: bool) -> list[ClaimedMessage]:
-        found = await super().claim_once(limit, visibility, waits=waits)
+        polls, seen = self._pool.polls, self.waiters.signals
+        if waits and polls.listening and self.polling.is_empty(seen, self._now()):
+            found: list[ClaimedMessage] = []
+        else:
+            found = await super().claim_once(limit, visibility, waits=waits)
         if waits and not found:  # not before: a poll that comes before the receive waits would be the last one
-            self.sweep_in(self._poll_interval)
+            polls.poll_in(self, polls.interval(self))
         return found
 
     # ------------------------------------------------------------------------------------------------------- settling
@@ -520,7 +527,7 @@ class PostgresBackend(BatchedBackend):
         number, waiting = (await self._pool.rows("replay", self._number, named, self._capacity))[0]
         if waiting is not None and self._capacity is not None:
             raise full(waiting, self._capacity, number)
-        self._pool.wake(self._number, number)
+        self._pool.listener.wake(self._number, number)
         return int(number)
 
     async def purge_dead_letters(self, message_ids: list[str] | None) -> int:
@@ -548,7 +555,7 @@ class PostgresBackend(BatchedBackend):
     async def cancel(self, message_id: str) -> Cancelled:
         outcome, reply_to, headers = (await self._pool.rows("cancel", self._number, known([message_id])[0]))[0]
         if outcome == CancelOutcome.CANCELLED:
-            self._pool.announce(self._number, [message_id])
+            self._pool.listener.announce(self._number, [message_id])
         return Cancelled(CancelOutcome(outcome), reply_to, headers_of(headers or "{}") or {})
 
 

@@ -20,6 +20,7 @@ from mainspring.mailbox.backend import TRANSIENT, TRANSIENT_LIFE
 from mainspring.mailbox.postgres.commands import Statement, call
 from mainspring.mailbox.postgres.connection import no_answer, translated
 from mainspring.mailbox.postgres.settings import SCHEMA
+from mainspring.mailbox.postgres.values import Texts, array
 from mainspring.redaction import one_line
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from mainspring.mailbox.postgres.connection import ConnectionPool
 
 
-_TABLES = ("0001_tables.sql", None, None, None, None, None, None)
+_TABLES = ("0001_tables.sql", None, None, None, None, None, None, None)
 """What brings the tables from each version to the next: the first makes version 1. None: only functions are others.
 
 A function that a version does without stays where it is: processes of an earlier Mainspring may still call it."""
@@ -86,8 +87,10 @@ async def _has_schema(connection: AsyncConnection[Any], schema: str) -> bool:
     return await (await connection.execute(text, (schema,))).fetchone() is not None
 
 
-async def prepare(pool: ConnectionPool, schema: str, may_migrate: bool, name: str) -> tuple[str, int]:
-    """Make sure that the schema has this version and is usable. Return the store's identity and that mailbox's number."""
+async def prepare(
+    pool: ConnectionPool, schema: str, may_migrate: bool, names: Iterable[str]
+) -> tuple[str, dict[str, int]]:
+    """Make sure that the schema has this version and is usable. Return the store's identity and the numbers of mailboxes."""
     async with _connected(pool, schema) as connection:
         version = await version_of(connection, schema)
         check_not_newer(version, schema)
@@ -100,7 +103,7 @@ async def prepare(pool: ConnectionPool, schema: str, may_migrate: bool, name: st
             await migrate(connection, schema)
         await _check_settings(connection)
         store = await store_of(connection, schema)
-        return store, int((await call(connection, schema, "mailbox", name))[0][0])
+        return store, dict(await call(connection, schema, "mailboxes_named", array(Texts, sorted(names))))
 
 
 async def migrate_at(pool: ConnectionPool, schema: str, dry_run: bool) -> tuple[int, int]:
@@ -204,7 +207,8 @@ class Maintenance:
     def __init__(self, pool: ConnectionPool, schema: str) -> None:
         self._pool = pool
         self._schema = schema
-        self._batches = 0
+        self._changes = 0
+        self._turn = anyio.Semaphore(1)
         self._not_before = 0.0
         self._stale_at = 0.0
         self._in_vain = 0
@@ -213,13 +217,13 @@ class Maintenance:
         """Maintain until cancelled. Do nothing while the mailboxes of this process are idle."""
         while True:
             await anyio.sleep(EVERY)
-            if self._pool.batches == self._batches:
+            if self._pool.changes == self._changes:
                 continue
             with suppress(
                 MainspringError, psycopg.Error, OSError, TimeoutError
             ):  # the mailboxes' own calls will raise it
                 await self._step()
-            self._batches = self._pool.batches
+            self._changes = self._pool.changes
 
     async def _step(self) -> None:
         now = anyio.current_time()
@@ -259,5 +263,5 @@ class Maintenance:
     async def _rows(self, statement: str, *values: Any) -> list[tuple[Any, ...]]:
         rows: list[tuple[Any, ...]] = []
         patient = self._pool.timeout if not statement.startswith("VACUUM") else VACUUM_TIMEOUT
-        await self._pool.run([Statement(statement.encode(), values, rows.extend)], patient)
+        await self._pool.run([Statement(statement.encode(), values, rows.extend)], patient, self._turn)
         return rows

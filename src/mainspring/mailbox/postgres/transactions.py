@@ -43,12 +43,14 @@ async def send_within_capacity(
 ) -> None:
     """Store the messages if there is room, in one transaction that keeps other senders from counting; hold ``turn`` meanwhile.
 
+    It is one of the calls of the process that travel alone.
+
     The send is ``blocked`` if an open transaction has sent one of the keys. Cancelled, it ends at once, and nothing is stored
     unless the COMMIT had been sent.
     """
     try:
         with anyio.fail_after(shared.connections.timeout):
-            async with turn, shared.connections.connection() as connection:
+            async with turn, shared.single_calls, shared.connections.connection() as connection:
                 await _send_if_it_fits(connection, batch, send, capacity, shared.schema)
     except TimeoutError:
         raise no_answer(shared.connections.timeout) from None

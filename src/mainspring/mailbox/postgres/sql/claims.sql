@@ -126,6 +126,50 @@ BEGIN
     newly_listening := mainspring.listen(box);
 END $$;
 
+CREATE OR REPLACE FUNCTION mainspring.poll_all(boxes integer[], sinces float8[]) RETURNS TABLE (
+    box integer, pending integer, due_in float8, newly_listening boolean, moved integer, polled_at float8
+) LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off
+SET enable_mergejoin = off SET enable_sort = off SET jit = off SET plan_cache_mode = force_generic_plan AS $$
+-- The same for the waiting receives of many mailboxes. Rows come of those only in which there is something, or will be;
+-- `pending` is NULL of one that was dropped. The row with the number 0 says by when all that was due is done in the others.
+DECLARE
+    at timestamptz := clock_timestamp();
+    one record;
+BEGIN
+    FOR one IN
+        SELECT g.box, g.since, b.id IS NOT NULL AS is_there
+        FROM unnest(boxes, sinces) AS g (box, since)
+            LEFT JOIN LATERAL (
+                SELECT c.id, c.listened_until FROM mainspring.mailboxes c WHERE c.id = g.box
+            ) AS b ON true
+            LEFT JOIN LATERAL (
+                SELECT 1 AS one FROM mainspring.messages m WHERE m.mailbox = g.box AND m.state = 0 LIMIT 1
+            ) AS waiting ON true
+            LEFT JOIN LATERAL (
+                SELECT 1 AS one FROM mainspring.messages m WHERE m.mailbox = g.box AND m.state <> 0
+                    AND m.due >= coalesce(to_timestamp(g.since), '-infinity'::timestamptz) LIMIT 1
+            ) AS later ON true
+            LEFT JOIN LATERAL (
+                SELECT 1 AS one FROM mainspring.messages m WHERE m.mailbox = g.box AND m.expires_at <= at
+                    AND m.expires_at IS NOT NULL AND m.state <> 2 LIMIT 1
+            ) AS over ON true
+        WHERE coalesce(b.listened_until, '-infinity'::timestamptz) < at + interval '30 seconds'
+            OR coalesce(waiting.one, later.one, over.one) IS NOT NULL
+    LOOP
+        box := one.box;
+        pending := NULL;
+        IF one.is_there THEN
+            SELECT p.pending, p.due_in, p.newly_listening, p.moved, p.polled_at
+                INTO pending, due_in, newly_listening, moved, polled_at FROM mainspring.poll(one.box, one.since) AS p;
+        END IF;
+        RETURN NEXT;
+    END LOOP;
+    box := 0;
+    moved := 0;
+    polled_at := extract(epoch FROM at);
+    RETURN NEXT;
+END $$;
+
 CREATE OR REPLACE FUNCTION mainspring.claim(
     box integer, want integer, visibility float8, known smallint[], floors bigint[], since float8, waits boolean
 ) RETURNS TABLE (

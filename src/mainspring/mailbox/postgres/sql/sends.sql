@@ -19,6 +19,11 @@ BEGIN
     RETURN number;
 END $$;
 
+CREATE OR REPLACE FUNCTION mainspring.mailboxes_named(names text[]) RETURNS TABLE (name text, number integer) LANGUAGE sql AS $$
+-- The same for many. All callers give the names in one order, so that none waits for another that waits for it.
+    SELECT n, mainspring.mailbox(n) FROM unnest(names) AS n
+$$;
+
 CREATE OR REPLACE FUNCTION mainspring.add_ranks(box integer, new_ranks smallint[]) RETURNS void LANGUAGE sql AS $$
     INSERT INTO mainspring.ranks SELECT box, r FROM unnest(new_ranks) AS r ON CONFLICT DO NOTHING
 $$;

@@ -1,0 +1,109 @@
+"""Many PostgreSQL mailboxes in one process: what they share, and that each has its own all the same."""
+
+from __future__ import annotations
+
+import time
+
+import anyio
+import pytest
+from test_postgres_waiting import two_processes
+
+from mainspring import LoopGroup, MailboxError, MainLoop
+from mainspring.mailbox.postgres.connection import MAX_BATCHES
+from postgres_support import receiving, until
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend():
+    return "asyncio", {"use_uvloop": True}
+
+
+@pytest.mark.slow
+async def test_they_share_a_few_connections_and_each_gets_its_message(place):
+    got = []
+
+    async def handle(job: int) -> None:
+        got.append(job)
+
+    mailboxes = [place.mailbox(f"jobs-{n}", application_name="many") for n in range(60)]
+    async with (
+        place.mailbox(application_name="sender") as sender,
+        LoopGroup([MainLoop(mailbox, handle, name=mailbox.name) for mailbox in mailboxes]),
+    ):
+        await until(lambda: all(mailbox.statistics().waiting_receives for mailbox in mailboxes))
+        count = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'many'"
+        ((connections,),) = place.execute(count)
+        assert connections <= MAX_BATCHES + 2
+        for n, mailbox in enumerate(mailboxes):
+            place.execute(
+                "SELECT SCHEMA.send(%s, ARRAY[%s], ARRAY[%s::bytea])", place.number(mailbox.name), f"{n}", f"{n}"
+            )
+        await until(lambda: len(got) == len(mailboxes))
+        assert sorted(got) == list(range(len(mailboxes)))
+        assert sender.statistics().waiting_receives == 0
+
+
+@pytest.mark.slow
+async def test_one_poll_asks_for_all_that_wait(place):
+    three = a, b, c = [place.mailbox(name) for name in "abc"]
+    async with a, b, c, receiving(a), receiving(b), receiving(c):
+        await anyio.sleep(2.5)  # until the tables have been looked after
+        before, asked = a.transactions, [mailbox.statistics().batches for mailbox in three]
+        await until(lambda: a.transactions >= before + 3)
+        assert [mailbox.statistics().batches for mailbox in three] == [one + 3 for one in asked]
+        for mailbox in three:
+            await mailbox.send("x")
+
+
+@pytest.mark.slow
+async def test_a_receive_asks_nothing_while_the_mailbox_is_known_to_be_empty(place):
+    async with two_processes(place) as (receiver, sender):
+        with anyio.move_on_after(1):
+            await receiver.receive(wait_time_seconds=60)
+        asked = receiver.statistics().batches
+        for _ in range(5):
+            with anyio.move_on_after(0.02):
+                await receiver.receive(wait_time_seconds=60)
+        assert receiver.statistics().batches == asked
+        await sender.send("while no receive waits")
+        began = time.monotonic()
+        (message,) = await receiver.receive(wait_time_seconds=60)
+        assert message.body == "while no receive waits"
+        assert time.monotonic() - began < 5
+        assert await receiver.receive(wait_time_seconds=0.01) == []  # too short for a poll: it asks itself
+        assert receiver.statistics().batches > asked + 1
+
+
+@pytest.mark.slow
+async def test_a_delay_is_waited_for_by_the_mailbox_that_stays(place):
+    leave = anyio.Event()
+
+    async def be_first(*, task_status):
+        async with place.mailbox("first"):
+            task_status.started()
+            await leave.wait()
+
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(be_first)
+        async with place.mailbox("second", poll_interval=30) as second, receiving(second) as got:
+            await second.send("x", delay=0.5)
+            leave.set()
+            with anyio.fail_after(5):
+                await until(lambda: got)
+
+
+@pytest.mark.slow
+async def test_a_mailbox_that_is_dropped_fails_its_receive_and_no_other(place):
+    async with place.mailbox("dropped") as dropped, place.mailbox("stays") as stays, receiving(stays):
+        async with anyio.create_task_group() as tasks:
+
+            async def receive() -> None:
+                with pytest.raises(MailboxError, match="dropped"):
+                    await dropped.receive(wait_time_seconds=60)
+
+            tasks.start_soon(receive)
+            await until(lambda: dropped.statistics().waiting_receives)
+            place.execute("SELECT SCHEMA.drop_mailbox(%s)", place.number("dropped"))
+        await stays.send("x")
