@@ -57,9 +57,9 @@ class QueueMachine(RuleBasedStateMachine):
             expected = self.model.send([record], now, delay)
         except MailboxFullError:
             with pytest.raises(MailboxFullError):
-                self.queue.put(envelope, now)
+                self.queue.put([envelope], now)
         else:
-            assert [self.queue.put(envelope, now)] == expected
+            assert self.queue.put([envelope], now) == expected
 
     @rule(target=deliveries, most=st.integers(1, 4), lease=st.sampled_from([0.0, 2.5, 7.75, 30.375]))
     def receive(self, most: int, lease: float) -> object:

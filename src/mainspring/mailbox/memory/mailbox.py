@@ -421,14 +421,13 @@ class MemoryStore:
 
     def put(self, envelopes: list[Envelope]) -> list[str]:
         """Store messages, all or none."""
-        queue, now = self.queue, self.clock()
-        ids = [queue.put(envelopes[0], now)] if len(envelopes) == 1 else queue.put_all(envelopes, now)
+        queue, heap = self.queue, self.queue.heap
+        first_due = heap[0] if heap else None
+        ids = queue.put(envelopes, self.clock())
         if queue.pending and self.waker.waiting:
             self.waker.wake_one()
-        for envelope in envelopes:
-            if envelope.delay or envelope.expires_in is not None:
-                self.arm()
-                break
+        if heap and heap[0] is not first_due:
+            self.arm()
         return ids
 
     def changed(self) -> None:

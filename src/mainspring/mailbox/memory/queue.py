@@ -281,35 +281,29 @@ class MemoryQueue:
         """The number of messages that are still to be done."""
         return self.pending + self.delayed + len(self._in_flight)
 
-    def put(self, envelope: Envelope, now: float) -> str:
-        """Let a message wait; its id, or that of an unfinished one with its ``dedup_key``."""
-        heap = self.heap
-        if heap and heap[0][0] <= now:
-            self.advance(now)
-        key = envelope.dedup_key
-        if key is not None or self.capacity is not None:
-            found = self._keys.get(key) if key is not None else None
-            if found is not None:
-                return found
-            self._check_room(1)
-            if key is not None:
-                self._keys[key] = envelope.message_id
-        if envelope.expires_in is None and not envelope.delay:
-            self._append(QueuedMessage(envelope, self.wall()))
-        else:
-            expires_at = math.inf if envelope.expires_in is None else now + envelope.expires_in
-            self._place(QueuedMessage(envelope, self.wall(), expires_at), now, envelope.delay)
-        return envelope.message_id
-
-    def put_all(self, envelopes: list[Envelope], now: float) -> list[str]:
-        """Put all of them, or none if there is no room: see :meth:`put`."""
+    def put(self, envelopes: list[Envelope], now: float) -> list[str]:
+        """Let messages wait, all or none. Return their ids; for a ``dedup_key`` in use, that of the unfinished message."""
         if self.heap and self.heap[0][0] <= now:
             self.advance(now)
         if self.capacity is not None:
             keys = {envelope.dedup_key for envelope in envelopes if envelope.dedup_key is not None}
             without_key = sum(envelope.dedup_key is None for envelope in envelopes)
             self._check_room(without_key + len(keys - self._keys.keys()))
-        return [self.put(envelope, now) for envelope in envelopes]
+        ids = []
+        for envelope in envelopes:
+            message_id = envelope.message_id
+            if envelope.dedup_key is not None:
+                unfinished = self._keys.setdefault(envelope.dedup_key, message_id)
+                if unfinished is not message_id:
+                    ids.append(unfinished)
+                    continue
+            if envelope.expires_in is None and not envelope.delay:
+                self._append(QueuedMessage(envelope, self.wall()))
+            else:
+                expires_at = math.inf if envelope.expires_in is None else now + envelope.expires_in
+                self._place(QueuedMessage(envelope, self.wall(), expires_at), now, envelope.delay)
+            ids.append(message_id)
+        return ids
 
     def _check_room(self, more: int) -> None:
         if self.capacity is not None and more and self.waiting + more > self.capacity:
