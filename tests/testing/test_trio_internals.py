@@ -9,7 +9,7 @@ import trio
 import trio.testing
 from trio._core import _run
 
-from mainspring.testing.trio_internals import replace_autojump, seeded_schedule
+from mainspring.testing.trio_internals import expire_deadlines, replace_autojump, seeded_schedule, stop_real_time
 
 
 def test_trio_still_has_the_parts() -> None:
@@ -51,6 +51,37 @@ def test_the_jump_is_asked_for_when_all_are_blocked() -> None:
     replace_autojump(clock, on_idle)
     trio.run(trio.sleep, 7, clock=clock)
     assert calls == [7]
+
+
+def test_what_is_due_runs_in_the_round_of_the_jump() -> None:
+    rounds: list[float] = []
+    clock = trio.testing.MockClock(autojump_threshold=0)
+
+    class Counter(trio.abc.Instrument):
+        def before_io_wait(self, timeout: float) -> None:
+            rounds.append(timeout)
+
+    def on_idle() -> None:
+        clock.jump(trio.lowlevel.current_statistics().seconds_to_next_deadline)
+        assert expire_deadlines(clock.current_time())
+
+    async def main() -> None:
+        trio.lowlevel.add_instrument(Counter())
+        await trio.sleep(7)
+        before = len(rounds)
+        await trio.sleep(7)
+        assert len(rounds) == before + 1
+
+    replace_autojump(clock, on_idle)
+    trio.run(main, clock=clock)
+
+
+def test_a_clock_need_not_read_the_real_time() -> None:
+    clock = trio.testing.MockClock()
+    stop_real_time(clock)
+    clock.jump(5)
+    assert clock.current_time() == 5
+    assert "current_time" in vars(clock)
 
 
 def test_everything_is_put_back() -> None:

@@ -11,7 +11,13 @@ import trio
 
 from mainspring.core.tracebacks import where
 from mainspring.errors import MainspringError
-from mainspring.testing.trio_internals import descendants, interrupt, replace_autojump
+from mainspring.testing.trio_internals import (
+    descendants,
+    expire_deadlines,
+    interrupt,
+    replace_autojump,
+    stop_real_time,
+)
 
 if TYPE_CHECKING:
     from trio.testing import MockClock
@@ -49,6 +55,7 @@ class IdleJudge(trio.abc.Instrument):
         self._verdicts = 0
         vars(clock)["_mainspring_idle"] = self
         replace_autojump(clock, self._idle)
+        stop_real_time(clock)
 
     async def watch(self, async_fn: Any, *args: Any, **keywords: Any) -> Any:
         """Run ``async_fn`` under the judge. Raise :class:`DeadlockError` if it gets stuck."""
@@ -76,6 +83,7 @@ class IdleJudge(trio.abc.Instrument):
         elif jump < math.inf and out is None:
             if jump > 0:
                 self._clock.jump(jump)
+            expire_deadlines(self._clock.current_time())
         elif self._main is not None:
             patient = out is not None or _waits_for_io(statistics) or trio.testing.active_thread_count()
             self._wait(self.patience if patient and not self._verdicts else min(GRACE, self.patience))

@@ -81,6 +81,24 @@ def replace_autojump(clock: MockClock, on_idle: Callable[[], None]) -> bool:
     return True
 
 
+def stop_real_time(clock: MockClock) -> None:
+    """Have ``clock`` tell its virtual time without reading the real one, which it would multiply by its rate of 0."""
+    if hasattr(clock, "_virtual_base"):
+        clock.current_time = lambda: clock._virtual_base  # type: ignore[method-assign]  # noqa: SLF001 - see the module
+
+
+def expire_deadlines(now: float) -> bool:
+    """Cancel the scopes whose deadlines have come, without a further round of trio's loop. Return False if this trio cannot.
+
+    Trio itself does so at its next round, which has nothing else to do.
+    """
+    expire = getattr(getattr(_runner(), "deadlines", None), "expire", None)
+    if not callable(expire):
+        return False
+    expire(now)
+    return True
+
+
 def interrupt(task: trio.lowlevel.Task, error: BaseException) -> None:
     """Raise ``error`` in a blocked task, shielded or not, if the call it is blocked in can be interrupted."""
     if getattr(task, "_abort_func", None) is None:

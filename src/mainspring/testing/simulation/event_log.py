@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from mainspring.testing.simulation.run import SimulationReport
 
 
-@dataclass(frozen=True, slots=True)
-class LogEntry:
+class LogEntry(NamedTuple):
     """One event. ``lane`` is its subject: ``w0.2`` is the third process of worker 0; others are store, client, world."""
 
     at: float
@@ -33,13 +32,13 @@ class EventLog:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._entries: list[tuple[float, str, str, str, str]] = []
+        self._entries: list[LogEntry] = []
         self.closed_at: float | None = None
 
     def add(self, lane: str, what: str, message: str = "", detail: str = "") -> None:
         """Append an entry, unless the log is closed."""
         if self.closed_at is None:
-            self._entries.append((self._clock(), lane, what, message, detail))
+            self._entries.append(LogEntry(self._clock(), lane, what, message, detail))
 
     def close(self) -> None:
         """Close the log at the end of the run (idempotent)."""
@@ -50,7 +49,7 @@ class EventLog:
         return len(self._entries)
 
     def __iter__(self) -> Iterator[LogEntry]:
-        return (LogEntry(*entry) for entry in self._entries)
+        return iter(self._entries)
 
     def last(self, most: int, message: str = "") -> tuple[str, ...]:
         """Return the last ``most`` entries as text: those about ``message``, or all."""
