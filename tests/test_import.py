@@ -33,8 +33,8 @@ USE = f"""{NAMES}
 import sys, anyio
 
 async def main():
-    async with open_mailbox("sqlite:///" + sys.argv[1]) as mailbox:
-        await mailbox.send("hello")
+    async with open_mailbox("sqlite:///" + sys.argv[1], body=dict[str, list[int]]) as mailbox:
+        await mailbox.send({{"job": [1]}})
         for message in await mailbox.receive():
             await message.acknowledge()
 

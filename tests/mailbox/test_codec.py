@@ -11,10 +11,10 @@ from uuid import UUID
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, TypeAdapter
 
 from mainspring.errors import ConfigError, SerializationError
-from mainspring.mailbox.codec import MAX_DEPTH, Codec, NotJsonError, type_name
+from mainspring.mailbox.codec import MAX_DEPTH, Codec, NotJsonError, plain_schema, type_name
 
 
 @dataclass
@@ -272,3 +272,17 @@ def test_types_are_named_as_people_write_them() -> None:
         f"{__name__}.Job | None",
         "Any",
     ]
+
+
+@pytest.mark.parametrize(
+    "body_type", [Any, str, int, float, bool, dict, list, list[float], dict[str, dict[int, list[str]]]]
+)
+def test_the_schema_of_a_plain_type_is_the_one_that_pydantic_makes(body_type: Any) -> None:
+    assert plain_schema(body_type) == TypeAdapter(body_type).core_schema
+
+
+@pytest.mark.parametrize(
+    "body_type", [None, list[None], dict[str, datetime], str | None, tuple[int, ...], set[int], UUID]
+)
+def test_other_types_are_left_to_pydantic(body_type: Any) -> None:
+    assert plain_schema(body_type) is None

@@ -8,7 +8,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
-from functools import cache, partial
+from functools import partial
 from types import NoneType, UnionType
 from typing import (
     TYPE_CHECKING,
@@ -27,6 +27,7 @@ from mainspring.errors import ConfigError, SerializationError, describe
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
+    from pydantic_core import CoreSchema
 
 MAX_DEPTH = 200
 """How deep lists and objects may be nested: pydantic reads no deeper, though it writes somewhat deeper."""
@@ -74,7 +75,7 @@ class Codec:
 
         self.body_type: Any = Any if body_type is None else body_type
         self._is_any = self.body_type is Any
-        self._adapter = _untyped() if self._is_any else self._typed()
+        self._adapter = _plain(self.body_type) or self._typed()
         self._exact = exactness(self._adapter.core_schema)
         self._verifies, self._by_alias, self._what = verifies, by_alias, what
         self._invalid = ValidationError
@@ -277,20 +278,46 @@ class Codec:
         return SerializationError(f"{what} does not fit {self.name}: {type(error).__name__}: {error}")
 
 
-class _Untyped(NamedTuple):
-    """What a ``TypeAdapter(Any)`` has, by pydantic's core alone: a mailbox without a type needs no more, and opens sooner."""
+class _Plain(NamedTuple):
+    """What the ``TypeAdapter`` of a plain JSON type has, by pydantic's core alone: to import pydantic takes half as long as
+    all else that a worker imports."""
 
     core_schema: Mapping[str, Any]
     validator: Any
     serializer: Any
 
 
-@cache
-def _untyped() -> _Untyped:
-    from pydantic_core import SchemaSerializer, SchemaValidator, core_schema
+def _plain(body_type: Any) -> _Plain | None:
+    """Return the adapter of a type that is plain JSON, or None for another type."""
+    from pydantic_core import SchemaSerializer, SchemaValidator
 
-    schema = core_schema.any_schema()
-    return _Untyped(schema, SchemaValidator(schema), SchemaSerializer(schema))
+    schema = plain_schema(body_type)
+    return None if schema is None else _Plain(schema, SchemaValidator(schema), SchemaSerializer(schema))
+
+
+def plain_schema(body_type: Any) -> CoreSchema | None:
+    """Return the schema that pydantic would make of a type if it is plain JSON, or None: of Any, of scalars, and of lists and
+    dicts of these."""
+    from pydantic_core import core_schema as core
+
+    if body_type is Any:
+        return core.any_schema()
+    for scalar, schema in (
+        (str, core.str_schema),
+        (int, core.int_schema),
+        (float, core.float_schema),
+        (bool, core.bool_schema),
+    ):
+        if body_type is scalar:
+            return schema()
+    kind, inner = get_origin(body_type) or body_type, [plain_schema(each) for each in get_args(body_type)]
+    if None in inner:
+        return None
+    if kind is list:
+        return core.list_schema(*inner or [core.any_schema()])
+    if kind is dict:
+        return core.dict_schema(*inner or [core.any_schema(), core.any_schema()])
+    return None
 
 
 def is_model(kind: type[Any]) -> bool:
