@@ -9,7 +9,7 @@ import anyio
 
 from mainspring.errors import ConfigError
 from mainspring.mailbox.sqlite import notifier as sqlite_notifier
-from mainspring.mailbox.sqlite import writer as sqlite_writer
+from mainspring.mailbox.sqlite import shared_file, threads
 from mainspring.mailbox.sqlite.mailbox import SQLiteMailbox
 
 
@@ -52,13 +52,13 @@ async def finish(message) -> None:
 
 async def wait(path: str) -> None:
     """One long poll after the other, which only the bell can wake in time."""
-    sqlite_writer.LOOK_AGAIN = 3_600.0
+    threads.LOOK_AGAIN = 3_600.0
     await _poll(path)
 
 
 async def look(path: str) -> None:
     """One long poll after the other, without a bell."""
-    sqlite_notifier.Notifier.listen = lambda self: self._closed.clear()
+    sqlite_notifier.Listener.add = lambda self, directory: ""
     await _poll(path)
 
 
@@ -78,11 +78,11 @@ async def fork(path: str) -> None:
         child = os.fork()
         if child == 0:
             try:
-                mailbox.backend._writer.submit(None)
+                mailbox.backend._shared.submit(None)
             except ConfigError as error:
                 say("old", error)
             try:
-                sqlite_writer.Writer.shared(os.path.realpath(path))
+                shared_file.SharedFile.shared(os.path.realpath(path))
             except ConfigError as error:
                 say("new", error)
             try:

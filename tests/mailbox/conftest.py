@@ -15,11 +15,16 @@ def path(tmp_path):
 
 @pytest.fixture
 def connections():
-    """The connections to SQLite that are opened."""
+    """The connections to files that are opened."""
     opened = []
-    apsw.connection_hooks.append(opened.append)
+
+    def note(connection):
+        if connection.filename:
+            opened.append(connection)
+
+    apsw.connection_hooks.append(note)
     yield opened
-    apsw.connection_hooks.remove(opened.append)
+    apsw.connection_hooks.remove(note)
 
 
 @pytest.fixture

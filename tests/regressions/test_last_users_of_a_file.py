@@ -10,7 +10,7 @@ import pytest
 
 from interrupts import Interruption
 from mainspring import open_mailbox
-from mainspring.mailbox.sqlite import writer as sqlite_writer
+from mainspring.mailbox.sqlite import shared_file, threads
 
 
 class User(threading.Thread):
@@ -50,7 +50,7 @@ def test_whatever_the_thread_that_closes_the_file_does_just_then_another_user_is
 
     def closed(line):
         before = set(threading.enumerate())
-        with Interruption((sqlite_writer,), line, act, thread="mainspring sqlite writer") as between:
+        with Interruption((shared_file, threads), line, act, thread="mainspring sqlite writer") as between:
             users[:] = [User(url)]
             if other == "leaves":
                 users.append(User(url))

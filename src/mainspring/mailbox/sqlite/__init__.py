@@ -1,10 +1,13 @@
 """Mailboxes in a SQLite file that the processes of one machine share.
 
-Each process has one writer thread a file (:mod:`~mainspring.mailbox.sqlite.writer`), whatever number of mailboxes it
-has open on it. Commands of all callers that are waiting are done in one transaction
-(:mod:`~mainspring.mailbox.sqlite.store` on a ``UnitOfWork``). After its COMMIT the thread wakes the receives of this
-process, and notifies other processes through sockets beside the file. A notification can be lost: so
-receives that wait look at the file once a second.
+What the mailboxes of a process have open on one file is shared (:mod:`~mainspring.mailbox.sqlite.shared_file`). Few threads
+serve all files of a process (:mod:`~mainspring.mailbox.sqlite.threads`), each file by one at a time. Commands of all callers
+that wait on a file are done in one transaction (:mod:`~mainspring.mailbox.sqlite.store` on a ``UnitOfWork``). After its COMMIT
+the thread wakes the receives of this process, and notifies other processes through sockets beside the file. A notification
+can be lost: so each second a file on which receives wait is looked at, and looked into if it has changed.
+
+Of many files, those that were used last have a connection. Another one rests: it is opened when there is something to do, and
+a claim is answered without that while nothing was written since it was last looked into.
 
 Cancelled, a caller leaves at once, and the writer thread does its job to the end. The batcher waits for that, and undoes a
 claim that no caller has received.

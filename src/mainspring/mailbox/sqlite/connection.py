@@ -6,17 +6,21 @@ import contextlib
 import copy
 import os
 import threading
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import apsw
 
-from mainspring.core import clock
+from mainspring.core import clock, random
 from mainspring.errors import ConfigError, MailboxConnectionError, MailboxError, MainspringError
+from mainspring.mailbox.batched import Open
 from mainspring.mailbox.sqlite import schema as sql
-from mainspring.mailbox.sqlite.store import perform
+from mainspring.mailbox.sqlite.notifier import has_settled
+from mainspring.mailbox.sqlite.store import look, perform
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from mainspring.mailbox.batched import Command
     from mainspring.mailbox.sqlite.unit_of_work import UnitOfWork
@@ -47,8 +51,26 @@ _TROUBLE: dict[type[Exception], str] = {
 _USABLE_AFTER = (apsw.BusyError, apsw.LockedError, apsw.FullError, apsw.ProtocolError)
 
 
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a look has found: the messages that are pending, by mailbox, and when the next lease ends (since boot), or delay or
+    expiry (POSIX).
+
+    ``state`` is that of the file, None if it had changed too recently to tell it from the next one.
+    """
+
+    state: tuple[int, ...] | None
+    pending: dict[int, int]
+    until: float
+    date: float
+
+    def soonest(self, boot: float, wall: float) -> float:
+        """Return when the next thing is due, since boot."""
+        return min(self.until, boot + self.date - wall)
+
+
 class DatabaseFile:
-    """A mailbox file and this process's one connection to it; all methods run in one thread.
+    """A mailbox file and this process's one connection to it. One thread at a time uses it.
 
     ``synchronous`` and ``busy_timeout`` hold from the next time it is opened. ``transactions`` counts those committed.
     """
@@ -63,6 +85,13 @@ class DatabaseFile:
         self._pause = threading.Event()
         self._log_pages = 0
         self._identity: tuple[int, int] | None = None  # device and inode, from the first opening until the last leaves
+        self._rested = False
+        self._seen: Seen | None = None
+
+    @property
+    def connected(self) -> bool:
+        """True if there is a connection."""
+        return self._connection is not None
 
     def run(self, commands: Sequence[Command], boot: Callable[[], float], wall: float) -> UnitOfWork | None:
         """Do all commands in one transaction and set their results and errors. Return None if nothing was committed."""
@@ -83,14 +112,33 @@ class DatabaseFile:
                 command.error.__cause__ = error
             return None
 
-    def read(self, question: Callable[[apsw.Connection], Any]) -> Any | None:
-        """Return the answer to a question that writes nothing, or None if it fails; the next :meth:`run` tells why."""
+    def look(self, waited_on: Sequence[int]) -> Seen | None:
+        """See what there is for the mailboxes ``waited_on``. Return None if that fails; the next :meth:`run` tells why."""
         try:
             self._check_identity()
-            return question(self._connection or self._open())
+            connection = self._connection or self._open()
+            state = self._state()  # before: what is written meanwhile may be seen, or not
+            self._seen = Seen(state, *look(connection, waited_on))
         except Exception as error:  # the thread must outlive it
             self._after_trouble(error)
             return None
+        return self._seen
+
+    def has_changed(self) -> bool:
+        """True unless nothing was written since the last :meth:`look`, by any process. Any thread may ask."""
+        seen = self._seen
+        return seen is None or seen.state is None or seen.state != self._state()
+
+    def soonest_for(self, mailboxes: Collection[int], boot: float, wall: float) -> float | None:
+        """Return when more is due (since boot) if there is nothing to claim in ``mailboxes``; None if that is not known.
+
+        Nothing is read for that: it is known where nothing was written since the last :meth:`look`.
+        """
+        seen = self._seen
+        if seen is None or any(mailbox in seen.pending for mailbox in mailboxes):
+            return None
+        soonest = seen.soonest(boot, wall)
+        return None if soonest <= boot or self.has_changed() else soonest
 
     def checkpoint_log(self) -> None:
         """Keep the write-ahead log short; called between transactions, once the callers have their results."""
@@ -107,10 +155,20 @@ class DatabaseFile:
         if connection is not None:
             _close(connection)
 
+    def rest(self, waited_on: Sequence[int]) -> None:
+        """Disconnect until the file is used again. The log is left as it is; what there is to claim is remembered."""
+        if self.look(waited_on) is not None and self._connection is not None:
+            self._connection.config(apsw.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, 1)
+            self._rested = True
+            self.close()
+
     def leave(self) -> None:
         """Disconnect for good, and forget what was known of the file: the next user may find another one."""
+        if self._rested and self._connection is None:
+            self.look(())  # so that closing it empties the log
         self.close()
-        self._identity = None
+        self._rested = False
+        self._identity = self._seen = None
 
     # -------------------------------------------------------------------------------------------------- transactions
 
@@ -124,13 +182,19 @@ class DatabaseFile:
     ) -> UnitOfWork:
         for command in commands:
             command.result = command.error = None
-        connection.execute("BEGIN IMMEDIATE")
+        durable = any(type(command) is not Open for command in commands)  # a name is: with the first message under it
+        if not durable:
+            connection.execute("PRAGMA synchronous = normal")
         try:
+            connection.execute("BEGIN IMMEDIATE")
             work = do(connection, commands, boot(), wall)
             connection.execute("COMMIT")
         except BaseException:
             _roll_back(connection)
             raise
+        finally:
+            if not durable:
+                connection.execute(f"PRAGMA synchronous = {self.synchronous}")
         self.transactions += 1
         return work
 
@@ -160,6 +224,16 @@ class DatabaseFile:
         except OSError:
             return False
         return found.f_bavail * found.f_frsize < INDEX_BYTES
+
+    def _state(self) -> tuple[int, ...] | None:
+        """Return what is another after each commit, or None if the last one is too recent for that."""
+        try:
+            file = os.stat(self.path)
+            log = os.stat(f"{self.path}-wal")
+        except OSError:
+            return None
+        state = (file.st_dev, file.st_ino, log.st_ino, log.st_size, log.st_mtime_ns)
+        return state if has_settled(log.st_mtime_ns) else None
 
     def _check_identity(self) -> None:
         """Refuse to go on where the file is not the one that was opened.
@@ -202,6 +276,8 @@ class DatabaseFile:
         directory = os.path.dirname(self.path)
         if not os.path.isdir(directory):
             raise ConfigError(f"the mailbox file {self.path} has no directory: make {directory} first")
+        if not any(os.path.exists(f"{self.path}{suffix}") for suffix in ("", "-wal", "-journal")):
+            _make(self.path)
         with self._connected(apsw.SQLITE_OPEN_READWRITE | apsw.SQLITE_OPEN_CREATE) as connection:
             self._check(connection)
             connection.execute("PRAGMA journal_mode = WAL").fetchall()
@@ -211,6 +287,7 @@ class DatabaseFile:
             connection.set_wal_hook(self._committed)
             self._prepare(connection)
         self._connection = connection
+        self._rested = False
         if self._identity is None:
             self._identity = _identity(self.path)
         return connection
@@ -301,6 +378,32 @@ def _roll_back(connection: apsw.Connection) -> None:
     if connection.in_transaction:
         with contextlib.suppress(apsw.Error):
             connection.execute("ROLLBACK")
+
+
+def _make(path: str) -> None:
+    """Make a mailbox file that is whole from its first moment on. What prevents that, SQLite will tell."""
+    new = f"{path}-new-{random.token()}"
+    with contextlib.suppress(OSError):
+        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        try:
+            with open(descriptor, "wb") as file:
+                file.write(_new_file(clock.boot_id()))
+                file.flush()
+                os.fsync(descriptor)
+            os.link(new, path)  # unless another process has made one meanwhile
+        finally:
+            os.unlink(new)
+
+
+@lru_cache(maxsize=1)
+def _new_file(boot: str) -> bytes:
+    """Return what is in a mailbox file that was just made. To have SQLite make each would take several waits for the disk."""
+    with contextlib.closing(apsw.Connection(":memory:")) as connection:
+        connection.execute(sql.SCHEMA)
+        connection.execute(sql.START, (boot,))
+        content = bytearray(connection.serialize("main"))
+    content[18:20] = b"\2\2"  # of the header: it has a write-ahead log
+    return bytes(content)
 
 
 def check_sqlite(version: str) -> None:

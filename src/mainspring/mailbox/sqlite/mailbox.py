@@ -23,8 +23,9 @@ from mainspring.mailbox.mailbox import Mailbox
 from mainspring.mailbox.message import Dead, Nack
 from mainspring.mailbox.settings import Accepts, Capacity, Options, Text, name_at, number, seconds, with_query
 from mainspring.mailbox.sqlite.connection import DatabaseFile
+from mainspring.mailbox.sqlite.shared_file import Job, SharedFile, SQLiteWaiters
 from mainspring.mailbox.sqlite.store import JoiningAcknowledge, is_lease
-from mainspring.mailbox.sqlite.writer import LOOK_AGAIN, Job, SQLiteWaiters, Writer
+from mainspring.mailbox.sqlite.threads import LOOK_AGAIN
 
 if TYPE_CHECKING:
     from mainspring.mailbox.message import ClaimedMessage, Envelope, Settlement
@@ -130,7 +131,7 @@ class SQLiteBackend(batched.BatchedBackend):
         super().__init__(options.name, options.capacity)
         self.path = path
         self._options = options
-        self._writer: Writer | None = None
+        self._shared: SharedFile | None = None
         self._number = 0
 
     @property
@@ -141,7 +142,7 @@ class SQLiteBackend(batched.BatchedBackend):
     @property
     def transactions(self) -> int:
         """See :attr:`SQLiteMailbox.transactions`."""
-        return 0 if self._writer is None else self._writer.file.transactions
+        return 0 if self._shared is None else self._shared.file.transactions
 
     def local_name(self, address: str) -> str | None:
         return name_at(address, SQLiteOptions, self._is_here)
@@ -152,16 +153,16 @@ class SQLiteBackend(batched.BatchedBackend):
     # ---------------------------------------------------------------------------------------------------- life cycle
 
     async def exists(self) -> bool:
-        Writer.shared(self.path)  # which refuses in a process that was forked from a user of the file
+        SharedFile.shared(self.path)  # which refuses in a process that was forked from a user of the file
         file = DatabaseFile(self.path)
         file.busy_timeout = self._options.busy_timeout
         with clock.real_work():
             return await anyio.to_thread.run_sync(file.has_mailbox, self.name, limiter=anyio.CapacityLimiter(1))
 
     async def open(self, scope: DaemonScope) -> None:
-        writer = Writer.shared(self.path)
-        writer.acquire(self._options.synchronous, self._options.busy_timeout)
-        self._writer = writer
+        shared = SharedFile.shared(self.path)
+        shared.acquire(self._options.synchronous, self._options.busy_timeout)
+        self._shared = shared
         self._real = clock.virtual_clock() is None
         self._loop = event_loop()
         self._boot = clock.boot_clock()
@@ -182,7 +183,7 @@ class SQLiteBackend(batched.BatchedBackend):
         self._number = self.waiters.mailbox = opening.result
         self._keep_at = self._now() + TRANSIENT_LIFE / 24 if self.name.startswith(TRANSIENT) else math.inf
         self.notifications.cancelled.on_demand = self._hear_cancelled
-        writer.add_waiters(self.waiters)
+        shared.add_waiters(self.waiters)
         scope.start_soon(self.keep_time, name=f"mailbox {self.name} timers")
         scope.start_soon(self._batcher.run, name=f"mailbox {self.name} batches", stop=self._batcher.stop)
 
@@ -201,27 +202,27 @@ class SQLiteBackend(batched.BatchedBackend):
             await self._batcher.close()
         finally:
             self.end_timers()
-            if self._writer is not None:
-                self._writer.remove_waiters(self.waiters)
+            if self._shared is not None:
+                self._shared.remove_waiters(self.waiters)
             await self._release()
 
     async def _release(self) -> None:
         """Leave the file; waits for the last user's connection to close."""
-        writer = self._writer
-        if writer is None:
+        shared = self._shared
+        if shared is None:
             return
         released = anyio.Event()
-        writer.release(Job((), self._boot, 0.0, self._loop, released.set))
+        shared.release(Job((), self._boot, 0.0, self._loop, released.set))
         with self._real_work():
             await released.wait()
 
     async def _execute(self, commands: list[Command]) -> None:
         """Have commands executed by the writer thread."""
-        assert self._writer is not None
+        assert self._shared is not None
         self._executed = anyio.Event()
         self._submitted = commands
         self._submitted_at = self._now()
-        self._writer.submit(Job(commands, self._boot, self._wall(), self._loop, self._executed.set, self._real))
+        self._shared.submit(Job(commands, self._boot, self._wall(), self._loop, self._executed.set, self._real))
         await self._until_executed()
 
     async def _until_executed(self) -> None:
@@ -254,10 +255,10 @@ class SQLiteBackend(batched.BatchedBackend):
         """Say that this transient mailbox is in use; one that was forgotten meanwhile (the machine slept) is made anew."""
         self._keep_at = self._now() + TRANSIENT_LIFE / 24
         self._number = await self._batcher.call(batched.Open(self.name))
-        if self._writer is not None and self._number != self.waiters.mailbox:
-            self._writer.remove_waiters(self.waiters)
+        if self._shared is not None and self._number != self.waiters.mailbox:
+            self._shared.remove_waiters(self.waiters)
             self.waiters.mailbox = self._number
-            self._writer.add_waiters(self.waiters)
+            self._shared.add_waiters(self.waiters)
 
     async def settle(self, delivery: ClaimedMessage, settlement: Settlement) -> None:
         command: Command
@@ -290,8 +291,8 @@ class SQLiteBackend(batched.BatchedBackend):
         return await self._batcher.call(command)
 
     def _hear_cancelled(self, wanted: bool) -> None:
-        if self._writer is not None and self._real and not (self.waiters.closed and wanted):
-            self._writer.listen(self.waiters, wanted)
+        if self._shared is not None and self._real and not (self.waiters.closed and wanted):
+            self._shared.listen(self.waiters, wanted)
 
     def sibling(self, name: str) -> SQLiteBackend:
         return SQLiteBackend(self.path, self._options.with_values(name=name, capacity=None))

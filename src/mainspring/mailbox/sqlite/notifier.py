@@ -1,20 +1,31 @@
 """How the processes that share a mailbox file wake each other: a socket of each in a directory beside the file.
 
 A notification is sent after the COMMIT, so what it tells of can be seen. It can be lost: waiting receives look again once
-a second. A thread of its own hears it (``Writer._watch``). Which receives are woken, and when, is decided in ``writer``.
+a second. A process has one socket, of which each directory has a hard link with a name of its own; a notification says to
+which name it was sent, and so which file has news. Where a file system cannot link, a file gets a socket of its own.
+
+Processes of earlier releases have a socket for each file, and do not say the name: then all files are looked at.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import selectors
 import socket
 import threading
+from dataclasses import dataclass, field
 
-from mainspring.core import random
+from mainspring.core import clock, random
 
 NOTE_SIZE = 512
 """The most bytes that are read of a notification: that of a cancelled message has its id in it."""
+NEWS = "!"
+SHORTEST_QUEUE = 10
+"""How many notifications any system keeps for a socket. Where as many have come, others may have been refused."""
+SETTLED = 0.03
+"""Seconds after which a change of a file or directory surely has another time than the one before: clocks of file systems tick
+each 10 ms, or finer; some have whole seconds."""
 
 
 def note_of(mailbox: int, message_id: str) -> bytes:
@@ -22,108 +33,163 @@ def note_of(mailbox: int, message_id: str) -> bytes:
     return f"{mailbox} {message_id}".encode()
 
 
-def read_note(note: bytes) -> tuple[int, str] | None:
-    """Return the mailbox and the message that a note tells of, or None if it says only that something has come."""
-    mailbox, _, message_id = note.decode(errors="replace").partition(" ")
-    return (int(mailbox), message_id) if mailbox.isdecimal() and message_id else None
-
-
 class Notifier:
-    """The sockets beside one file. All methods may be called from any thread; none raises for what the others do."""
+    """Wakes the other processes that listen beside one file. None of its methods raises for what they do."""
 
     def __init__(self, path: str) -> None:
-        self._directory = f"{path}-wake"
-        self._folder: int | None = None
-        self._lock = threading.Lock()
-        self._socket: socket.socket | None = None
-        self._name = ""
-        self._closed = threading.Event()
+        self.directory = f"{path}-wake"
+        self._names: list[str] = []
+        self._as_of = 0
 
-    def listen(self) -> None:
-        """Make a socket of this process. Where that cannot be, :meth:`wait` just waits."""
-        self._closed.clear()
-        with contextlib.suppress(OSError):
-            os.makedirs(self._directory, exist_ok=True)
-            name = f"{os.getpid()}-{random.token()}"
-            notifier = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
-            try:
-                notifier.bind(self._path(name))
-            except OSError:
-                notifier.close()
-                raise
-            self._name, self._socket = name, notifier
-
-    def wait(self, seconds: float) -> list[bytes]:
-        """Return the notifications that have come; nothing once ``seconds`` are over or it was taken down."""
-        notifier = self._socket
-        if notifier is None:
-            self._closed.wait(seconds)
-            return []
-        notes: list[bytes] = []
-        try:
-            notifier.settimeout(seconds)
-            notes.append(notifier.recv(NOTE_SIZE))
-            notifier.setblocking(False)
-            while notes[-1] and len(notes) < 1_000:
-                notes.append(notifier.recv(NOTE_SIZE))
-        except OSError:  # the timeout, no more notes, or a notifier that was taken down
-            pass
-        return [note for note in notes if note]
-
-    def notify(self, note: bytes = b"!") -> None:
-        """Wake every other process that waits on the file, and hand it ``note``."""
-        try:
-            names = [name for name in os.listdir(self._opened()) if name != self._name]
-        except OSError:  # no such directory: no process has ever waited
-            return
+    def notify(self, own: str, note: bytes | None = None) -> None:
+        """Wake every other process that listens, and hand it ``note``; this one listens under the name ``own``."""
+        names = [name for name in self._found() if name != own]
         if not names:
+            return
+        try:
+            folder = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError:
             return
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
             sender.setblocking(False)
             for name in names:
                 try:
-                    sender.sendto(note, self._path(name))
+                    sender.sendto(f"{NEWS} {name}".encode() if note is None else note, _address(folder, name))
                 except ConnectionRefusedError:  # its process died
                     with contextlib.suppress(OSError):
-                        os.unlink(name, dir_fd=self._opened())
+                        os.unlink(name, dir_fd=folder)
                 except OSError:  # it is being taken down, or has notifications enough
                     continue
+        os.close(folder)
 
-    @property
-    def interrupted(self) -> bool:
-        """True if :meth:`interrupt` was called since :meth:`listen`."""
-        return self._closed.is_set()
+    def _found(self) -> list[str]:
+        """Return the names in the directory, which is read only where it has changed."""
+        try:
+            changed = os.stat(self.directory).st_mtime_ns
+            if changed != self._as_of:
+                self._names = os.listdir(self.directory)
+                self._as_of = changed if has_settled(changed) else 0
+        except OSError:  # no such directory: no process has ever waited
+            return []
+        return self._names
+
+
+@dataclass
+class Heard:
+    """Notifications: the ``names`` they were sent to, and messages that were ``cancelled`` (mailbox and id).
+
+    ``unknown``: there may be others, of any file.
+    """
+
+    names: set[str] = field(default_factory=set)
+    cancelled: list[tuple[int, str]] = field(default_factory=list)
+    unknown: bool = False
+
+    def add(self, note: bytes) -> None:
+        """Take one in."""
+        kind, _, name = note.decode(errors="replace").partition(" ")
+        if kind.isdecimal() and name:
+            self.cancelled.append((int(kind), name))
+        elif kind == NEWS and name:
+            self.names.add(name)
+        else:
+            self.unknown = True
+
+
+class Listener:
+    """The socket of this process that hears notifications. All methods may be called from any thread; none raises."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._homes: dict[socket.socket, dict[str, str]] = {}
+        """The directory of each name of each socket."""
+        self._interrupts, self._interrupter = socket.socketpair()
+        self._interrupts.setblocking(False)
+        self._interrupter.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._interrupts, selectors.EVENT_READ)
+
+    def add(self, directory: str) -> str:
+        """Listen under a new name in that directory, which is made if need be. Return the name, "" where that cannot be."""
+        name = f"{os.getpid()}-{random.token()}"
+        with self._lock:
+            try:
+                os.makedirs(directory, exist_ok=True)
+                self._link(directory, name)
+            except OSError:
+                return ""
+        return name
+
+    def remove(self, name: str) -> None:
+        """Listen no longer under that name."""
+        with self._lock:
+            for heard, homes in list(self._homes.items()):
+                directory = homes.pop(name, None)
+                if directory is not None:
+                    with contextlib.suppress(OSError):
+                        os.unlink(f"{directory}/{name}")
+                if not homes:
+                    del self._homes[heard]
+                    self._selector.unregister(heard)
+                    heard.close()
+
+    def wait(self, seconds: float | None) -> Heard:
+        """Return what has come, or nothing once ``seconds`` are over or it was interrupted."""
+        heard = Heard()
+        for key, _ in self._selector.select(seconds):
+            count = 0
+            try:
+                while note := key.fileobj.recv(NOTE_SIZE):  # type: ignore[union-attr]
+                    count += 1
+                    if key.fileobj is not self._interrupts:
+                        heard.add(note)
+            except OSError:  # no more, or it was removed
+                pass
+            heard.unknown = heard.unknown or count >= SHORTEST_QUEUE
+        return heard
 
     def interrupt(self) -> None:
-        """Let :meth:`wait` return at once, from now on."""
-        self._closed.set()
-        notifier = self._socket
-        if notifier is not None:
-            with contextlib.suppress(OSError):  # a shutdown() of the socket would not wake one who waits with a timeout
-                notifier.sendto(b"", socket.MSG_DONTWAIT, self._path(self._name))
-
-    def take_down(self) -> None:
-        """Remove one's own notifier; idempotent."""
-        notifier, self._socket = self._socket, None
-        if notifier is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(self._name, dir_fd=self._opened())
-            notifier.close()
-            self._name = ""
+        """Let :meth:`wait` return at once."""
+        with contextlib.suppress(OSError):  # it has interrupts enough
+            self._interrupter.send(b"!")
 
     def close(self) -> None:
-        """Remove the notifier and let go of the directory."""
-        self.take_down()
-        folder, self._folder = self._folder, None
-        if folder is not None:
-            os.close(folder)
+        """Let go of everything; no thread may wait any more."""
+        for homes in list(self._homes.values()):
+            for name in list(homes):
+                self.remove(name)
+        self._selector.close()
+        self._interrupts.close()
+        self._interrupter.close()
 
-    def _opened(self) -> int:
-        with self._lock:
-            if self._folder is None:
-                self._folder = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            return self._folder
+    def _link(self, directory: str, name: str) -> None:
+        for homes in self._homes.values():
+            other, there = next(reversed(homes.items()))
+            with contextlib.suppress(OSError):
+                os.link(f"{there}/{other}", f"{directory}/{name}")
+                homes[name] = directory
+                return
+        new = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+        try:
+            new.setblocking(False)
+            folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                new.bind(_address(folder, name))
+            finally:
+                os.close(folder)
+            self._selector.register(new, selectors.EVENT_READ)
+        except BaseException:
+            new.close()
+            raise
+        self._homes[new] = {name: directory}
 
-    def _path(self, name: str) -> str:
-        """Return a short path to a socket: an address holds 107 bytes, and directories can be deep."""
-        return f"/proc/self/fd/{self._opened()}/{name}"
+
+def has_settled(changed: int) -> bool:
+    """True if what changes from now on has another time than ``changed`` (nanoseconds, POSIX)."""
+    seconds, rest = divmod(changed, 1_000_000_000)
+    return seconds + (rest / 1e9 if rest else 1.0) + SETTLED < clock.wall_clock()()
+
+
+def _address(folder: int, name: str) -> str:
+    """Return a short path to a socket in an open directory: an address holds 107 bytes, and directories can be deep."""
+    return f"/proc/self/fd/{folder}/{name}"

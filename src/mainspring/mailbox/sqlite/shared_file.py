@@ -1,4 +1,4 @@
-"""The one writer thread of a mailbox file in this process, and how it wakes receives here and in other processes."""
+"""A mailbox file as the mailboxes of this process share it: their jobs, and who is woken when it has changed."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import os
 import threading
 from dataclasses import dataclass
 from functools import partial
-from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from mainspring.core import clock, process
 from mainspring.core.process import event_loop
 from mainspring.errors import ConfigError, MailboxConnectionError
 from mainspring.mailbox import batched
-from mainspring.mailbox.batched import Command
+from mainspring.mailbox.batched import Claim, Command
 from mainspring.mailbox.sqlite.connection import DatabaseFile
-from mainspring.mailbox.sqlite.notifier import Notifier, note_of, read_note
-from mainspring.mailbox.sqlite.store import look
+from mainspring.mailbox.sqlite.notifier import Notifier, note_of
+from mainspring.mailbox.sqlite.threads import LOOK_AGAIN, Threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from mainspring.mailbox.sqlite.threads import Watcher, Writers
     from mainspring.mailbox.sqlite.unit_of_work import UnitOfWork
 
 
@@ -51,8 +51,6 @@ class SQLiteWaiters(batched.Waiters):
 
 
 KIND = "sqlite file"
-LOOK_AGAIN = 1.0
-"""Seconds after which those who wait look at the file again, should a notification have been lost."""
 SOONEST = 1e-6
 """The shortest time, in seconds, that is waited for something due: rounding must not make it nothing."""
 
@@ -77,29 +75,33 @@ class Job:
             process.call_soon(self.loop, self.done)
 
 
-class Writer:
-    """A mailbox file as the mailboxes of this process share it. Its threads live while it is in use."""
+class SharedFile:
+    """A mailbox file as the mailboxes of this process share it."""
 
     def __init__(self, path: str) -> None:
         self.file = DatabaseFile(path)
+        self._threads = Threads.shared()
         self._notifier = Notifier(path)
-        self._inbox: SimpleQueue[Job] = SimpleQueue()
+        self._inbox: list[Job] = []
+        self._queued = False  # or served
+        self._turn = threading.Lock()  # of the thread that uses the connection
         self._lock = threading.Lock()
         self._waiters: dict[int, list[SQLiteWaiters]] = {}
         self._users = 0
-        self._running = False
-        self._watcher: threading.Thread | None = None
+        self._watcher: Watcher | None = None
+        self._listens_as: str | None = None
+        self._wanted = 0.0
         self._owner = os.getpid()
 
     @classmethod
-    def shared(cls, path: str) -> Writer:
-        """Return the process's writer for ``path`` (absolute).
+    def shared(cls, path: str) -> SharedFile:
+        """Return the process's one for ``path`` (absolute).
 
         Raises :class:`ConfigError` where the process was forked from one that has the file open: SQLite would take the
         parent's locks for its own.
         """
         before = process.inherited(KIND, path)
-        if isinstance(before, Writer) and before.in_use:
+        if isinstance(before, SharedFile) and before.in_use:
             before.check_process()
         return process.shared(KIND, path, lambda: cls(path))
 
@@ -116,24 +118,33 @@ class Writer:
                     f" busy_timeout={file.busy_timeout:g}; give all mailboxes on one file the same"
                 )
             file.synchronous, file.busy_timeout = synchronous, busy_timeout
-            if not self._running:
+            if self._watcher is None:
                 try:
-                    threading.Thread(target=self._write, name="mainspring sqlite writer", daemon=True).start()
+                    self._watcher = self._threads.acquire()
                 except RuntimeError as error:  # no more threads to be had
                     raise MailboxConnectionError(f"the mailbox file {file.path} cannot be opened: {error}") from None
-                self._running = True
             self._users += 1
 
     def release(self, job: Job) -> None:
         """Use it no longer; ``job`` (without commands) is done when the last user's connection is closed."""
-        with self._lock:  # both at once: the thread must not end between the two, with no thread left to do the job
+        with self._lock:  # both at once: between the two the thread could leave the file, and the job stay undone
             self._users -= 1
-            self._inbox.put(job)
+            self._put(job)
 
     def submit(self, job: Job) -> None:
         """Hand commands over; their results are there when ``job.done`` is called."""
         self.check_process()
-        self._inbox.put(job)
+        with self._lock:
+            self._put(job)
+
+    def _put(self, job: Job) -> None:
+        self._inbox.append(job)
+        self._take_turn()
+
+    def _take_turn(self) -> None:
+        if self._inbox and not self._queued and self._watcher is not None:
+            self._queued = True
+            self._watcher.writers.serve(self)
 
     def add_waiters(self, waiters: SQLiteWaiters) -> None:
         """Tell them from now on when there may be something to claim."""
@@ -153,13 +164,13 @@ class Writer:
         """Set whether ``waiters`` hear of cancelled messages at once also while none of their receives waits."""
         with self._lock:
             waiters.listens = wanted
-            if wanted and self._watcher is None:
+            if wanted and self._listens_as is None:
                 self._watch_from_now_on()
 
     @property
     def in_use(self) -> bool:
-        """True if its thread runs, and so may have the file open."""
-        return self._running
+        """True if it is in use, and so may be open."""
+        return self._watcher is not None
 
     def check_process(self) -> None:
         """Raise :class:`ConfigError` in a process that was forked from the one it belongs to."""
@@ -169,22 +180,41 @@ class Writer:
                 " be used across a fork; start workers with subprocess or the spawn method and open the mailbox in them"
             )
 
-    # ------------------------------------------------------------------------------------------ in the writer thread
+    # ----------------------------------------------------------------------------------- in the thread that serves it
 
-    def _write(self) -> None:
-        inbox = self._inbox
+    def serve(self, writers: Writers) -> None:
+        """Do all jobs that wait, and those that come meanwhile unless other files have waited longer."""
         while True:
-            jobs = [inbox.get()]
-            while not inbox.empty():
-                jobs.append(inbox.get())
-            self._transact(jobs)
-            if not self._users and self._ended():
+            with self._lock:
+                jobs, self._inbox = self._inbox, []
+            with self._turn:
+                self._transact(jobs)
+                left = not self._users and self._left()
                 for job in jobs:
                     job.finish()
+                if not left:
+                    self.file.checkpoint_log()
+            if self.file.connected:
+                self._threads.connections.used(self)
+            with self._lock:
+                if self._inbox and not writers.queueing():
+                    continue
+                writers.served()
+                self._queued = False
+                self._take_turn()
                 return
-            for job in jobs:
-                job.finish()
-            self.file.checkpoint_log()
+
+    def rest(self) -> bool:
+        """Disconnect until the file is used again. Return False if it is being used just now."""
+        if not self._turn.acquire(blocking=False):
+            return False
+        try:
+            with self._lock:
+                waited_on = list(self._waiters)
+            self.file.rest(waited_on)
+        finally:
+            self._turn.release()
+        return True
 
     def _transact(self, jobs: list[Job]) -> None:
         commands = jobs[0].commands if len(jobs) == 1 else [command for job in jobs for command in job.commands]
@@ -192,46 +222,64 @@ class Writer:
         if looks:
             commands = [command for command in commands if type(command) is not Look]
         work = None
-        if commands:
+        if commands and not self._has_nothing_for(commands, jobs[0]):
             work = self.file.run(commands, jobs[0].boot, max(job.wall for job in jobs))
         if work is not None:
             self._tell(work, jobs[0].real)
         if looks:
             self._look()
 
-    def _ended(self) -> bool:
-        """Close the file, unless it is in use or was used meanwhile. Return True if the thread is done."""
+    def _has_nothing_for(self, commands: Sequence[Command], job: Job) -> bool:
+        """Answer claims that can find nothing, without opening the file. Return False if there may be something to do."""
+        if any(type(command) is not Claim for command in commands):
+            return False
+        boot = job.boot()
+        mailboxes = {command.mailbox for command in commands}
+        soonest = self.file.soonest_for(mailboxes, boot, job.wall)
+        if soonest is None:
+            return False
+        for command in commands:
+            command.result = []
         with self._lock:
-            watcher = self._watcher
-            self._notifier.interrupt()
-        if watcher is not None:
-            watcher.join()  # before the directory is let go of: it removes its socket there
+            self._tell_of_nothing(mailboxes, soonest, boot, job.real)
+        return True
+
+    def _left(self) -> bool:
+        """Leave the file, unless it is in use or was used meanwhile. Return True if it was left."""
+        with self._lock:
+            self._watch_no_more()
         self.file.leave()
         with self._lock:
-            if self._users or not self._inbox.empty():  # a user that came and went leaves jobs, and waits for them
+            if self._users or self._inbox:  # a user that came and went leaves jobs, and waits for them
                 return False
-            self._notifier.close()
-            self._running = False
+            self._watcher = None
+            self._threads.connections.left(self)
+            self._threads.release()
             return True
 
     # --------------------------------------------------------------------------------------- who is woken when
 
     def _tell(self, work: UnitOfWork, real: bool) -> None:
         """Wake, after a commit, the receives that may have something to claim, here and in other processes."""
+        own = self._listens_as or ""
         if work.gained or work.dated:
-            self._notifier.notify()
+            self._notifier.notify(own)
         for mailbox, message_id in work.cancelled:
-            self._notifier.notify(note_of(mailbox, message_id))
+            self._notifier.notify(own, note_of(mailbox, message_id))
         if not self._waiters:
             return
         with self._lock:
             for mailbox, count in work.gained.items():
                 self._wake(mailbox, count)
             self._tell_of_cancelled(work.cancelled)
-            if work.soonest < math.inf:
-                self._announce(work.soonest, work.boot, work.empty)
-            if work.empty and self._watcher is None and real:
-                self._watch_from_now_on()
+            self._tell_of_nothing(work.empty, work.soonest, work.boot, real)
+
+    def _tell_of_nothing(self, empty: set[int], soonest: float, boot: float, real: bool) -> None:
+        """Say when the next thing is due, and listen for those in the ``empty`` mailboxes."""
+        if soonest < math.inf:
+            self._announce(soonest, boot, empty)
+        if empty and self._listens_as is None and real:
+            self._watch_from_now_on()
 
     def _wake(self, mailbox: int, count: int) -> None:
         for waiters in self._waiters.get(mailbox, ()):
@@ -264,16 +312,15 @@ class Writer:
     def _look(self) -> None:
         with self._lock:
             waited_on = list(self._waiters)
-        seen = self.file.read(partial(look, waited_on=waited_on))
+        seen = self.file.look(waited_on)
         if seen is None:
             with self._lock:
                 self._wake_all()  # those who wait shall hear what is wrong
             return
-        pending, until, date = seen
         boot = clock.boot_time()
-        soonest = min(until, boot + date - clock.utc_now().timestamp())
+        soonest = seen.soonest(boot, clock.utc_now().timestamp())
         with self._lock:
-            for mailbox, count in pending.items():
+            for mailbox, count in seen.pending.items():
                 self._wake(mailbox, count)
             if soonest < math.inf:
                 self._announce(soonest, boot, set())
@@ -281,40 +328,45 @@ class Writer:
     # ---------------------------------------------------------------------------------------- for other processes
 
     def _watch_from_now_on(self) -> None:
-        """Listen. What was sent before is found by the receives themselves: they look once more.
+        """Listen. What was sent before is found by the receives themselves: they look once more."""
+        if self._watcher is not None:
+            self._wanted = clock.monotonic()
+            self._listens_as = self._watcher.add(self, self._notifier.directory)
+            self._wake_all()
 
-        Where no thread is to be had for that, this one looks at the file, and again each second, when it tries anew.
+    def _watch_no_more(self) -> None:
+        if self._watcher is not None and self._listens_as is not None:
+            self._listens_as = None
+            self._watcher.remove(self)
+
+    def look_again(self, now: float, anew: bool) -> None:
+        """Have the file looked into if receives wait and it has changed, or in any case where ``anew``.
+
+        Listening ends where it was wanted by none for :data:`LOOK_AGAIN` seconds.
         """
-        self._notifier.listen()
-        watcher = threading.Thread(target=self._watch, name="mainspring sqlite notifier", daemon=True)
-        try:
-            watcher.start()
-        except RuntimeError:
-            self._notifier.take_down()
-            self._inbox.put(Job((Look(),), clock.boot_time, 0.0))
-            for waiters in self._everybody():
-                process.call_soon(waiters.loop, partial(waiters.due_in, LOOK_AGAIN))
-            return
-        self._watcher = watcher
-        self._wake_all()
+        with self._lock:
+            parked = self._has_parked()
+            if parked or any(waiters.listens for waiters in self._everybody()):
+                self._wanted = now
+            elif now - self._wanted >= LOOK_AGAIN:
+                self._watch_no_more()
+                self._wake_all()  # a receive that parks just now claims again, and has the file watched again
+        if parked and (anew or self.file.has_changed()):
+            self.submit(Job((Look(),), clock.boot_time, 0.0))
 
-    def _watch(self) -> None:
-        wanted = clock.monotonic()
-        while True:
-            notified = self._notifier.wait(LOOK_AGAIN)
-            now = clock.monotonic()
-            with self._lock:
-                if notified:
-                    for waiters in self._everybody():
-                        waiters.signals += 1
-                parked = any(waiters.parked for waiters in self._everybody())
-                if parked or any(waiters.listens for waiters in self._everybody()):
-                    wanted = now
-                if now - wanted >= LOOK_AGAIN or self._notifier.interrupted:
-                    self._watcher = None
-                    self._notifier.take_down()
-                    self._wake_all()  # a receive that parks just now claims again, and has the notifier listen again
-                    return
-                self._tell_of_cancelled([told for note in notified if (told := read_note(note)) is not None])
-            if parked:
-                self._inbox.put(Job((Look(),), clock.boot_time, 0.0))
+    def hear_of_news(self) -> None:
+        """Have the file looked into: another process says that there is something new."""
+        with self._lock:
+            for waiters in self._everybody():
+                waiters.signals += 1
+            parked = self._has_parked()
+        if parked:
+            self.submit(Job((Look(),), clock.boot_time, 0.0))
+
+    def hear_of_cancelled(self, cancelled: list[tuple[int, str]]) -> None:
+        """Tell those who hold messages that they were cancelled in another process."""
+        with self._lock:
+            self._tell_of_cancelled(cancelled)
+
+    def _has_parked(self) -> bool:
+        return any(waiters.parked for waiters in self._everybody())

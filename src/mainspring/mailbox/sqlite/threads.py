@@ -1,0 +1,257 @@
+"""The threads of this process that serve its mailbox files: a few writers, and one watcher.
+
+Files that have jobs queue for the writer threads. A thread serves one file at a time, and a file is served by one thread at
+a time. There is one thread, and as files queue up to :data:`WRITERS`: their waits for the disk then overlap. A thread can be
+held up, by another process that has the file locked or by a disk that hangs. If files queue and no thread has taken one
+for :data:`HELD_UP` seconds, there is one thread more, until it has nothing to do. So a file waits for no other one.
+
+The watcher hears the notifications of other processes, and looks once a second at the files on which receives wait: a
+notification can be lost. It sees from the time of the log whether a file has changed, and has a writer thread look into a file
+that has. It is also the one to start a writer thread where the others are held up.
+
+All of them end with the last user of a file. A process that has none has no threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from itertools import islice
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
+
+from mainspring.core import clock, process
+from mainspring.mailbox.sqlite.notifier import Listener
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mainspring.mailbox.sqlite.shared_file import SharedFile
+
+WRITERS = 2
+"""How many writer threads there are at most while none is held up."""
+HELD_UP = 0.05
+"""Seconds for which files queue without one being served, until there is one more thread."""
+KEPT = 64
+"""How many connections a process keeps. Each takes some 300 KiB and three descriptors, and half a millisecond to open."""
+IDLE = 5.0
+"""Seconds after which a writer thread that has nothing to do ends, unless it is the last one."""
+LOOK_AGAIN = 1.0
+"""Seconds after which those who wait look at the file again, should a notification have been lost."""
+CLOCK_JUMP = 0.5
+"""Seconds by which the clocks have to move against each other for the date to count as changed."""
+
+
+class Writers:
+    """The writer threads. ``crowded`` is called when files begin to queue though there are :data:`WRITERS` threads."""
+
+    def __init__(self, crowded: Callable[[], None]) -> None:
+        self._crowded = crowded
+        self._queue: SimpleQueue[SharedFile | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._threads = 0
+        self._files = 0  # that are queued or served
+        self._turns = 0  # that have begun
+        self._seen = (0, 0.0)
+
+    def start(self) -> None:
+        """Start the first thread. Raises :class:`RuntimeError` if there is none to be had."""
+        with self._lock:
+            self._start_one()
+
+    def end(self) -> None:
+        """Let the threads end; there are no more files."""
+        with self._lock:
+            for _ in range(self._threads):
+                self._queue.put(None)
+
+    def serve(self, file: SharedFile) -> None:
+        """Let a file have a turn."""
+        with self._lock:
+            self._files += 1
+            crowded = False
+            if self._files > self._threads:
+                if self._threads < WRITERS:
+                    with contextlib.suppress(RuntimeError):  # those that are there have to do
+                        self._start_one()
+                else:
+                    crowded = self._files == self._threads + 1
+        self._queue.put(file)
+        if crowded:
+            self._crowded()
+
+    def served(self) -> None:
+        """Note that the file of this thread has nothing to do any more."""
+        with self._lock:
+            self._files -= 1
+
+    def queueing(self) -> bool:
+        """True if another file waits for a turn."""
+        return not self._queue.empty()
+
+    def help(self, now: float) -> bool:
+        """Start a thread if files queue and no turn has begun for :data:`HELD_UP` seconds. Return True if files queue."""
+        with self._lock:
+            if self._queue.empty():
+                return False
+            turns, since = self._seen
+            if turns != self._turns:
+                self._seen = (self._turns, now)
+            elif now - since >= HELD_UP:
+                self._seen = (turns, now)
+                with contextlib.suppress(RuntimeError):
+                    self._start_one()
+            return True
+
+    def _start_one(self) -> None:
+        threading.Thread(target=self._write, name="mainspring sqlite writer", daemon=True).start()
+        self._threads += 1
+
+    def _write(self) -> None:
+        while True:
+            try:
+                file = self._queue.get(timeout=None if self._threads == 1 else IDLE)
+            except Empty:
+                with self._lock:
+                    if self._threads == 1 or self._files >= self._threads:
+                        continue
+                    self._threads -= 1
+                return
+            if file is None:
+                return
+            self._turns += 1
+            file.serve(self)
+
+
+class Watcher:
+    """The thread that watches, and the files that it watches."""
+
+    def __init__(self) -> None:
+        self.writers = Writers(self._interrupt)
+        self._listener = Listener()
+        self._lock = threading.Lock()
+        self._files: dict[SharedFile, str] = {}
+        self._ended = False
+
+    def start(self) -> None:
+        """Start this thread and the first writer thread. Raises :class:`RuntimeError` if there are none to be had."""
+        try:
+            self.writers.start()
+            threading.Thread(target=self._watch, name="mainspring sqlite watcher", daemon=True).start()
+        except RuntimeError:
+            self.writers.end()
+            self._listener.close()
+            raise
+
+    def end(self) -> None:
+        """Let all the threads end."""
+        self.writers.end()
+        self._ended = True
+        self._interrupt()
+
+    def add(self, file: SharedFile, directory: str) -> str:
+        """Watch a file, and listen beside it. Return the name there, "" if that cannot be."""
+        name = self._listener.add(directory)
+        with self._lock:
+            self._files[file] = name
+            first = len(self._files) == 1
+        if first:
+            self._interrupt()
+        return name
+
+    def remove(self, file: SharedFile) -> None:
+        """Watch a file no more (idempotent)."""
+        with self._lock:
+            name = self._files.pop(file, "")
+        self._listener.remove(name)
+
+    def _interrupt(self) -> None:
+        self._listener.interrupt()
+
+    def _watch(self) -> None:
+        look_at = math.inf
+        queueing = False
+        ahead = _date_ahead()
+        while not self._ended:
+            wanted = min(look_at - clock.monotonic(), HELD_UP if queueing else math.inf)
+            heard = self._listener.wait(None if wanted == math.inf else max(0.0, wanted))
+            now = clock.monotonic()
+            queueing = self.writers.help(now)
+            with self._lock:
+                files = dict(self._files)
+            if heard.unknown or now >= look_at:
+                ahead, before = _date_ahead(), ahead
+                jumped = abs(ahead - before) > CLOCK_JUMP
+                for file in files:
+                    file.look_again(now, jumped)
+            if now >= look_at:
+                look_at = math.inf
+            if files:
+                look_at = min(look_at, now + LOOK_AGAIN)
+            for file, name in files.items() if heard.names or heard.cancelled else ():
+                if name in heard.names:
+                    file.hear_of_news()
+                file.hear_of_cancelled(heard.cancelled)
+        self._listener.close()
+
+
+class Connections:
+    """The files of this process that are connected. Above :data:`KEPT`, those rest that were not used for longest."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._files: dict[SharedFile, None] = {}
+
+    def used(self, file: SharedFile) -> None:
+        """Note that a connected file was used just now."""
+        with self._lock:
+            self._files.pop(file, None)
+            self._files[file] = None
+            spare = list(islice(self._files, max(0, len(self._files) - KEPT)))
+        for other in spare:
+            if other.rest():
+                self.left(other)
+
+    def left(self, file: SharedFile) -> None:
+        """Note that a file is not connected any more."""
+        with self._lock:
+            self._files.pop(file, None)
+
+
+class Threads:
+    """The threads of this process, how many files use them, and the connections of these files."""
+
+    def __init__(self) -> None:
+        self.connections = Connections()
+        self._lock = threading.Lock()
+        self._users = 0
+        self._watcher: Watcher | None = None
+
+    @classmethod
+    def shared(cls) -> Threads:
+        """Return those of this process."""
+        return process.shared("sqlite threads", "", cls)
+
+    def acquire(self) -> Watcher:
+        """Use them, until :meth:`release`. Raises :class:`RuntimeError` if there are none to be had."""
+        with self._lock:
+            if self._watcher is None:
+                watcher = Watcher()
+                watcher.start()
+                self._watcher = watcher
+            self._users += 1
+            return self._watcher
+
+    def release(self) -> None:
+        """Use them no longer."""
+        with self._lock:
+            self._users -= 1
+            if not self._users and self._watcher is not None:
+                self._watcher.end()
+                self._watcher = None
+
+
+def _date_ahead() -> float:
+    """Return by how much the date is ahead of the clock since boot; a date that is set changes it."""
+    return clock.utc_now().timestamp() - clock.boot_time()

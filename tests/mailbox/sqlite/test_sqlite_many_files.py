@@ -1,0 +1,159 @@
+"""Many mailbox files in one process: few threads and connections serve them, and none waits for another."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import threading
+from contextlib import AsyncExitStack, closing
+from functools import partial
+
+import anyio
+import apsw
+import pytest
+
+from mainspring.mailbox.message import Counts
+from mainspring.mailbox.sqlite.mailbox import SQLiteMailbox
+from mainspring.mailbox.sqlite.notifier import Heard
+from mainspring.mailbox.sqlite.threads import KEPT, WRITERS
+
+pytestmark = pytest.mark.anyio
+
+MANY = KEPT + 40
+
+
+@pytest.fixture
+async def many(tmp_path, anyio_backend):
+    """Mailboxes on a file each."""
+    async with AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(SQLiteMailbox(tmp_path / f"{n}.db", name="jobs")) for n in range(MANY)]
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("mainspring sqlite")]
+
+
+def open_files(folder):
+    """The databases among the files that this process has open."""
+    found = set()
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            found.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+        except OSError:  # that of the directory itself
+            continue
+    return [path for path in found if path.startswith(str(folder)) and path.endswith(".db")]
+
+
+async def until(condition, seconds=60):
+    with anyio.fail_after(seconds):
+        while not condition():
+            await anyio.sleep(0.005)
+
+
+async def test_many_files_have_few_threads_and_connections_and_lose_nothing(many, tmp_path):
+    async with anyio.create_task_group() as tasks:
+        for number, mailbox in enumerate(many):
+            tasks.start_soon(mailbox.send, number)
+    assert len(threads()) < MANY / 4
+    await until(lambda: len(open_files(tmp_path)) <= KEPT + WRITERS)
+    for number, mailbox in enumerate(many):
+        (message,) = await mailbox.receive()
+        assert message.body == number
+        await message.acknowledge()
+        assert await mailbox.counts() == Counts(settled=1)
+
+
+async def test_files_that_rest_are_whole_once_they_are_closed(tmp_path, anyio_backend):
+    async with AsyncExitStack() as stack:
+        for number in range(MANY):
+            mailbox = await stack.enter_async_context(SQLiteMailbox(tmp_path / f"{number}.db"))
+            await mailbox.send(number)
+    assert sorted(os.listdir(tmp_path)) == sorted(f"{number}.db" for number in range(MANY))
+    for number in range(MANY):
+        with closing(apsw.Connection(str(tmp_path / f"{number}.db"))) as connection:
+            assert connection.execute("SELECT count(*) FROM messages").fetchall() == [(1,)]
+
+
+async def test_a_receive_on_a_file_that_rests_hears_of_its_own_process_and_of_another(many, tmp_path):
+    received = []
+
+    async def receive(mailbox):
+        (message,) = await mailbox.receive(wait_time_seconds=120)
+        received.append((mailbox.path, message.body))
+
+    async with anyio.create_task_group() as tasks:
+        for mailbox in many:
+            tasks.start_soon(receive, mailbox)
+        await until(lambda: all(mailbox.statistics().waiting_receives for mailbox in many))
+        await until(lambda: len(open_files(tmp_path)) <= KEPT + WRITERS)
+        resting = [mailbox for mailbox in many if mailbox.path not in open_files(tmp_path)]
+        await resting[0].send("from here")
+        await until(lambda: received == [(resting[0].path, "from here")])
+        await anyio.run_process([sys.executable, "-m", "mainspring", "send", resting[1].address, '"from there"'])
+        await until(lambda: received[1:] == [(resting[1].path, "from there")])
+        tasks.cancel_scope.cancel()
+
+
+async def test_what_becomes_due_in_a_file_that_rests_is_received(many, tmp_path):
+    await many[0].send("later", delay=5)
+    for mailbox in many[1:]:
+        await mailbox.send("x")
+    await until(lambda: many[0].path not in open_files(tmp_path))
+    assert await many[0].receive() == []
+    with anyio.fail_after(60):
+        (message,) = await many[0].receive(wait_time_seconds=60)
+    assert message.body == "later"
+
+
+@pytest.mark.slow
+async def test_files_that_are_locked_hold_up_no_other(many):
+    """More of them than there are threads."""
+    held = [apsw.Connection(mailbox.path) for mailbox in many[: 2 * WRITERS]]
+    for connection in held:
+        connection.execute("BEGIN IMMEDIATE")
+    sent = []
+
+    async def send(mailbox):
+        sent.append(await mailbox.send("late"))
+
+    async with anyio.create_task_group() as tasks:
+        for mailbox in many[: 2 * WRITERS]:
+            tasks.start_soon(send, mailbox)
+        await anyio.sleep(0.05)
+        with anyio.fail_after(4):  # less than the locked ones wait
+            for mailbox in many[2 * WRITERS :][:20]:
+                await mailbox.send("soon")
+        assert sent == []
+        for connection in held:
+            connection.close()
+    assert len(sent) == 2 * WRITERS
+
+
+async def test_a_log_beside_a_file_that_is_gone_is_not_taken_for_that_of_a_new_one(tmp_path, anyio_backend):
+    async with SQLiteMailbox(tmp_path / "old.db") as mailbox:
+        await mailbox.send("old")
+        shutil.copy(f"{mailbox.path}-wal", tmp_path / "new.db-wal")
+    async with SQLiteMailbox(tmp_path / "new.db") as mailbox:
+        assert await mailbox.counts() == Counts()
+        await mailbox.send("new")
+
+
+async def test_a_new_file_is_made_by_one_of_several_processes_at_once(tmp_path, anyio_backend):
+    url = f"sqlite:///{tmp_path}/new.db?name=jobs"
+    send = partial(anyio.run_process, [sys.executable, "-m", "mainspring", "send", url, "1"])
+    async with anyio.create_task_group() as tasks:
+        for _ in range(4):
+            tasks.start_soon(send)
+    assert os.listdir(tmp_path) == ["new.db"]
+    async with SQLiteMailbox(tmp_path / "new.db", name="jobs") as mailbox:
+        assert (await mailbox.counts()).pending == 4
+
+
+def test_notifications_of_this_and_of_earlier_releases():
+    heard = Heard()
+    heard.add(b"! 12-abc")
+    heard.add(b"7 the-id")
+    assert (heard.names, heard.cancelled, heard.unknown) == ({"12-abc"}, [(7, "the-id")], False)
+    heard.add(b"!")  # it does not say of which file
+    assert heard.unknown
