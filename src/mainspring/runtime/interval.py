@@ -87,6 +87,8 @@ class Alarms:
 
     def __init__(self) -> None:
         self.timer = Periodic(self._ring)
+        self.overslept = 0.0
+        """By how many seconds the alarm rings late that rings just now."""
         self._heap: list[tuple[float, int, Alarm]] = []
         self._numbers = count()
 
@@ -106,5 +108,6 @@ class Alarms:
             when, _, alarm = heappop(self._heap)
             if alarm.due == when:  # else it was put forward, and has rung
                 alarm.due = math.inf
+                self.overslept = now - when
                 alarm.wake_by(alarm.step())
         return self._heap[0][0] if self._heap else math.inf

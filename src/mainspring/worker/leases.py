@@ -10,18 +10,18 @@ import anyio
 from mainspring.errors import ReceiptHandleExpiredError, TaskExitError, describe
 from mainspring.events import LeaseLost, LeaseRenewalFailed, LeaseRenewalRecovered
 from mainspring.runtime.cancellation import SpuriousAsError
-from mainspring.runtime.interval import Periodic
 from mainspring.runtime.retry import Retries
 from mainspring.worker.delivery import Phase
 from mainspring.worker.outcome import Cause
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection
+    from collections.abc import Callable, Collection
 
     from anyio.abc import TaskGroup
 
     from mainspring.events import Dispatcher
     from mainspring.policies import LeasePolicy
+    from mainspring.runtime.interval import Alarms
     from mainspring.worker.delivery import Delivery
     from mainspring.worker.store_health import StoreHealth
 
@@ -45,7 +45,8 @@ class LeaseKeeper:
         visibility: float,
         dispatcher: Dispatcher,
         store_health: StoreHealth,
-        release_overdue: Callable[[float], Awaitable[float]],
+        alarms: Alarms,
+        release_overdue: Callable[[], float],
     ) -> None:
         self._name = name
         self._store_health = store_health
@@ -55,8 +56,9 @@ class LeaseKeeper:
         self._period = visibility * policy.fraction
         self._first = min(SETTLE_TIMEOUT, self._period if policy.renew != "never" else visibility)
         self._dispatcher = dispatcher
-        self._timer = Periodic(self._look)
-        self.overdue = Periodic(release_overdue)
+        self._alarms = alarms
+        self._timer = alarms.alarm(self._look)
+        self.overdue = alarms.alarm(release_overdue)
         """Releases what was claimed ahead and has not begun in time: other workers could have begun it."""
         self._tasks: TaskGroup | None = None
         self._failures = 0
@@ -69,9 +71,8 @@ class LeaseKeeper:
         unsubscribe = None if subscribe is None else subscribe(self.revoke)
         try:
             async with anyio.create_task_group() as self._tasks:
-                self._tasks.start_soon(self._store_health.run, name=f"{self._name} store health")
-                self._tasks.start_soon(self.overdue.run, name=f"{self._name} overdue")
-                await self._timer.run()
+                self._store_health.tasks = self._tasks
+                await self._alarms.timer.run()
             # The timer runs until cancelled: a task of the group was, and has ended it.
             raise TaskExitError("the renewal of leases was cancelled by itself, and not by the loop")
         finally:
@@ -97,7 +98,7 @@ class LeaseKeeper:
             if delivery.message_id in message_ids:
                 delivery.revoke()
 
-    async def _look(self, overslept: float) -> float:
+    def _look(self) -> float:
         """Start what is due, and say when to look again: soon enough for a settlement that hangs.
 
         Having overslept changes nothing here: the store's clock went on meanwhile.

@@ -10,12 +10,14 @@ import anyio
 from mainspring.errors import MailboxConnectionError, MainspringError, describe
 from mainspring.events import ReceiveFailed, ReceiveRecovered
 from mainspring.runtime.cancellation import SpuriousAsError
-from mainspring.runtime.interval import Periodic
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from anyio.abc import TaskGroup
+
     from mainspring.events import Dispatcher
+    from mainspring.runtime.interval import Alarms
 
 SILENCE = 10.0
 """Seconds after the last failure of a renewal or a settlement when the mailbox is asked whether it is back."""
@@ -30,11 +32,13 @@ class StoreHealth:
     answered.
     """
 
-    def __init__(self, name: str, ask: Callable[[], Awaitable[object]], dispatcher: Dispatcher) -> None:
+    def __init__(self, name: str, ask: Callable[[], Awaitable[object]], dispatcher: Dispatcher, alarms: Alarms) -> None:
         self._name = name
         self._ask = ask
         self._dispatcher = dispatcher
-        self._timer = Periodic(self._look)
+        self._alarm = alarms.alarm(self._look)
+        self.tasks: TaskGroup | None = None
+        """Where ``ask`` is called, while the alarms run."""
         self._ask_at = math.inf
         self.answers = True
         """False from a failure until the mailbox answers again: then :meth:`made` or :meth:`received` is to be told so."""
@@ -55,7 +59,7 @@ class StoreHealth:
             self._other = describe(error)
             self.answers = False
             self._ask_at = anyio.current_time() + SILENCE
-            self._timer.wake_by(self._ask_at)
+            self._alarm.wake_by(self._ask_at)
 
     def fell_silent(self, error: MailboxConnectionError, retry_in: float) -> None:
         """Note that the mailbox's server was found not to answer, and tell of it as of a failed receive, unless one has."""
@@ -92,28 +96,27 @@ class StoreHealth:
         if self._receiving is not None:
             self._other, self._receiving = self._receiving, None
             self._ask_at = anyio.current_time() + SILENCE
-            self._timer.wake_by(self._ask_at)
-
-    async def run(self) -> None:
-        """Ask the mailbox where nothing else does, until cancelled."""
-        await self._timer.run()
+            self._alarm.wake_by(self._ask_at)
 
     async def probe(self) -> None:
         """Ask the mailbox. Raise if it does not answer within ``SILENCE`` seconds."""
         with anyio.fail_after(SILENCE):
             await self._ask()
 
-    async def _look(self, overslept: float) -> float:
-        if self._other is None:
+    def _look(self) -> float:
+        if self._other is None or self.tasks is None:
             return math.inf
-        if anyio.current_time() >= self._ask_at:
-            self._ask_at = anyio.current_time() + SILENCE
-            try:
-                async with SpuriousAsError():
-                    await self.probe()
-            except (MainspringError, OSError) as error:
-                self.failed(error)
-            else:
-                self.made()
-                return math.inf
-        return self._ask_at
+        if anyio.current_time() < self._ask_at:
+            return self._ask_at
+        self._ask_at = anyio.current_time() + SILENCE
+        self.tasks.start_soon(self._ask_again)
+        return math.inf
+
+    async def _ask_again(self) -> None:
+        try:
+            async with SpuriousAsError():
+                await self.probe()
+        except (MainspringError, OSError) as error:
+            self.failed(error)
+        else:
+            self.made()

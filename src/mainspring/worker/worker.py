@@ -34,6 +34,7 @@ from mainspring.core.clock import loop_clock, thread_clock
 from mainspring.core.tracebacks import where
 from mainspring.errors import MailboxConnectionError, MainspringError, TaskExitError
 from mainspring.runtime.cancellation import is_spurious_cancellation
+from mainspring.runtime.interval import Alarms
 from mainspring.runtime.retry import Retries
 from mainspring.runtime.scope import DaemonScope, first_error
 from mainspring.threads.entry import AnywhereEvent, Entry
@@ -96,7 +97,8 @@ class Worker:
         self._concurrency = settings.concurrency
         self.admission = Admission(heartbeat)
         self.shutting_down = anyio.Event()
-        self.store_health = StoreHealth(name, mailbox.approximate_count, dispatcher)
+        self._alarms = Alarms()
+        self.store_health = StoreHealth(name, mailbox.approximate_count, dispatcher, self._alarms)
         self._mailbox = mailbox
         self._dispatcher = dispatcher
         self._heartbeat = heartbeat
@@ -118,8 +120,9 @@ class Worker:
         self._open_receives: list[OpenReceive] = []
         self._releases: set[anyio.CancelScope] = set()  # once the loop is cancelled, they have no longer than all else
         self._lease = LeaseKeeper(
-            name, slots.deliveries, settings.lease, visibility, dispatcher, self.store_health, self._give_back_overdue
-        )
+            name, slots.deliveries, settings.lease, visibility, dispatcher, self.store_health, self._alarms,
+            self._give_back_overdue,
+        )  # fmt: skip
         self._handler_runs = HandlerRuns(
             name, mailbox, call, settings, dispatcher, self._clock, _context_of(self), wrappers
         )
@@ -336,7 +339,7 @@ class Worker:
         self._releases.add(scope)
         self._tasks.start_soon(self._release, self._take_back(count), scope, name=f"{self.name} release")
 
-    async def _give_back_overdue(self, overslept: float) -> float:
+    def _give_back_overdue(self) -> float:
         """Release what was claimed ahead and could not begin in time, so that another worker has it; when to look again.
 
         If the event loop stood still, it was a handler that did not wait: the others get the time again.
@@ -344,7 +347,7 @@ class Worker:
         if not (self._backlog and self.admission.open):
             return math.inf
         now = self._clock()
-        due = now + OVERDUE if overslept >= AHEAD else self._backlog[0].started + OVERDUE
+        due = now + OVERDUE if self._alarms.overslept >= AHEAD else self._backlog[0].started + OVERDUE
         if now < due:
             return due
         self._release_soon(len(self._backlog))
