@@ -162,6 +162,33 @@ def huey_drain(python: Path, folder: Path, workers: int) -> float:
     return result
 
 
+def huey_sends(python: Path, folder: Path, count: int) -> float:
+    """huey's sends, one by one, with ``fsync=True``: each is on disk before the next, as ours are."""
+    home = Path(tempfile.mkdtemp(dir=folder))
+    command = [str(python), str(HERE / "services" / "huey_sends.py"), str(home / "huey.db"), str(count)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    shutil.rmtree(home)
+    return float(done.stdout)
+
+
+def report_lone_sends(folder: Path) -> None:
+    """Ours and huey's at the same durability, each from a file without messages on."""
+    python = peer("huey", "huey")
+    if python is None:
+        report(missing("SQLite: sends, one by one / huey", "not installable here"))
+        return
+
+    def ours() -> float:
+        home = Path(tempfile.mkdtemp(dir=folder))
+        speed, _ = on_uvloop(sends, home, 1, SENDS // 4)
+        shutil.rmtree(home)
+        return speed
+
+    mine, theirs = in_turns(ROUNDS, ours, lambda: huey_sends(python, folder, SENDS // 4))
+    note = f"huey {version(python, 'huey')}, synchronous=FULL both, one sender"
+    report(beside("SQLite: sends, one by one / huey", mine, theirs, 1.0, per_second, note=note))
+
+
 def report_sends(folder: Path) -> None:
     commits: dict[int, float] = {}
 
@@ -265,6 +292,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         report_sends(folder)
+        report_lone_sends(folder)
         report_drain(folder)
         report_default_drain(folder)
         report_flatness(folder)

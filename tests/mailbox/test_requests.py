@@ -145,7 +145,7 @@ async def _names(path):
 
     connection = apsw.Connection(path)
     try:
-        return [name for (name,) in connection.execute("SELECT name FROM mailboxes ORDER BY id")]
+        return [name for (name,) in connection.execute("SELECT name FROM mailboxes WHERE id ORDER BY id")]
     finally:
         connection.close()
 

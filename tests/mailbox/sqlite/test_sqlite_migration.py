@@ -10,7 +10,14 @@ from mainspring.mailbox.sqlite.mailbox import SQLiteMailbox
 
 pytestmark = pytest.mark.anyio
 
-TO_FIRST = """
+TO_SECOND = """
+ALTER TABLE store ADD COLUMN tick INTEGER NOT NULL DEFAULT 0;
+UPDATE store SET tick = (SELECT tick FROM mailboxes WHERE id = 0);
+DELETE FROM mailboxes WHERE id = 0;
+ALTER TABLE mailboxes DROP COLUMN tick;
+PRAGMA user_version = 2;
+"""
+TO_FIRST = f"""{TO_SECOND}
 ALTER TABLE messages DROP COLUMN history;
 ALTER TABLE dead DROP COLUMN history;
 ALTER TABLE mailboxes DROP COLUMN used_at;
@@ -36,14 +43,15 @@ def made_of(path: str) -> dict[str, list[str]]:
     return found
 
 
-async def test_a_file_of_the_first_schema_is_migrated_with_all_its_messages(path):
+@pytest.mark.parametrize("to_earlier", [TO_FIRST, TO_SECOND], ids=["first", "second"])
+async def test_a_file_of_an_earlier_schema_is_migrated_with_all_its_messages(path, to_earlier):
     async with SQLiteMailbox(path) as mailbox:
         ids = [await mailbox.send(f"job {n}", delay=60 if n == 3 else 0) for n in range(4)]
         (message,) = await mailbox.receive()
         await message.dead_letter("the first one died")
     fresh = made_of(path)
     connection = apsw.Connection(path)
-    connection.execute(TO_FIRST)
+    connection.execute(to_earlier)
     connection.close()
     assert made_of(path) != fresh
 
@@ -52,8 +60,9 @@ async def test_a_file_of_the_first_schema_is_migrated_with_all_its_messages(path
         assert [letter.body for letter in await mailbox.dead_letters()] == ["job 0"]
         assert await mailbox.cancel(ids[3]) is CancelOutcome.REMOVED
         assert await mailbox.replay_dead_letters() == 1
+        await mailbox.send("new")  # with a number that no other message has
         received = await mailbox.receive(max_messages=10)
-        assert [message.body for message in received] == ["job 1", "job 2", "job 0"]
+        assert [message.body for message in received] == ["job 1", "job 2", "job 0", "new"]
         await received[0].nack(error="not yet")
         (again,) = await mailbox.receive()
         await again.dead_letter("it died, too")

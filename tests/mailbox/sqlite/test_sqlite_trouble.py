@@ -110,7 +110,7 @@ async def test_a_newer_schema(path, anyio_backend):
         await mailbox.send("keep me")
     connection = apsw.Connection(path)
     connection.execute(f"PRAGMA user_version = {sql.SCHEMA_VERSION + 1}")
-    await refused(path, ConfigError, "was written by a newer Mainspring (schema 3, this one knows 2); upgrade")
+    await refused(path, ConfigError, "was written by a newer Mainspring (schema 4, this one knows 3); upgrade")
     connection.execute(f"PRAGMA user_version = {sql.SCHEMA_VERSION}")
     connection.close()
     async with SQLiteMailbox(path) as mailbox:
@@ -499,11 +499,11 @@ async def test_what_is_due_of_no_message_is_not_due_for_ever(mailbox, path, plac
 
 
 async def test_a_file_without_its_counter_says_so(mailbox, path):
-    await tamper(path, "DELETE FROM store")
+    await tamper(path, "DELETE FROM mailboxes WHERE id = 0")
     for call in (partial(mailbox.send, "x"), mailbox.receive, mailbox.counts):
-        with pytest.raises(MailboxError, match="is damaged: its table `store` is empty"):
+        with pytest.raises(MailboxError, match="is damaged: its counter is missing"):
             await call()
-    await refused(path, MailboxError, "is damaged: its table `store` is empty", busy_timeout=0.2)
+    await refused(path, MailboxError, "is damaged: its counter is missing", busy_timeout=0.2)
 
 
 async def test_a_mailbox_without_its_row_harms_no_other_mailbox(mailbox, path, anyio_backend):

@@ -140,9 +140,14 @@ class DatabaseFile:
         soonest = seen.soonest(boot, wall)
         return None if soonest <= boot or self.has_changed() else soonest
 
+    @property
+    def log_is_long(self) -> bool:
+        """True if :meth:`checkpoint_log` has something to do."""
+        return self._log_pages >= CHECKPOINT_PAGES
+
     def checkpoint_log(self) -> None:
         """Keep the write-ahead log short; called between transactions, once the callers have their results."""
-        if self._log_pages < CHECKPOINT_PAGES or self._connection is None:
+        if self._connection is None:
             return
         mode = apsw.SQLITE_CHECKPOINT_PASSIVE if self._log_pages < LOG_PAGES else apsw.SQLITE_CHECKPOINT_RESTART
         self._log_pages = 0
@@ -279,13 +284,13 @@ class DatabaseFile:
         if not any(os.path.exists(f"{self.path}{suffix}") for suffix in ("", "-wal", "-journal")):
             _make(self.path)
         with self._connected(apsw.SQLITE_OPEN_READWRITE | apsw.SQLITE_OPEN_CREATE) as connection:
-            self._check(connection)
+            version = self._check(connection)
             connection.execute("PRAGMA journal_mode = WAL").fetchall()
             connection.execute(f"PRAGMA synchronous = {self.synchronous}")
             connection.execute("PRAGMA mmap_size = 0").fetchall()
             connection.execute("PRAGMA cache_size = -16384")
             connection.set_wal_hook(self._committed)
-            self._prepare(connection)
+            self._prepare(connection, version)
         self._connection = connection
         self._rested = False
         if self._identity is None:
@@ -329,10 +334,10 @@ class DatabaseFile:
             )
         return version
 
-    def _prepare(self, connection: apsw.Connection) -> None:
+    def _prepare(self, connection: apsw.Connection, version: int) -> None:
         """Make the tables where there are none, or bring them up to date, and end the leases of an earlier boot."""
         boot = clock.boot_id()
-        if self._check(connection) == sql.SCHEMA_VERSION and connection.execute(sql.BOOT).fetchall() == [(boot,)]:
+        if version == sql.SCHEMA_VERSION and connection.execute(sql.BOOT).fetchall() == [(boot,)]:
             return
         connection.execute("BEGIN IMMEDIATE")
         try:

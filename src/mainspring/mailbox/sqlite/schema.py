@@ -5,21 +5,21 @@ Where it stands is said by a small row in one other table: ``ready`` (in order o
 time) or ``leases`` (one per delivery; its key is the receipt handle). So a claim moves small rows and leaves bodies alone,
 and every statement finds its rows by a key: none depends on how many messages there are.
 
-Numbers (``seq``, ``pos``, ``lease``, ``place``) come from one counter, ``store.tick``, and are never used twice. Leases are in
-seconds since boot, and all of them belong to the boot named in ``store``. Dates, delays and expiries are POSIX seconds, because
-they outlast a restart of the machine.
+Numbers (``seq``, ``pos``, ``lease``, ``place``) come from one counter, and are never used twice. It is the ``tick`` of mailbox
+0, which stands for the file itself: so the counter is mostly on the same page as the counts that change with it. Leases are
+in seconds since boot, and all of them belong to the boot named in ``store``. Dates, delays and expiries are POSIX seconds,
+because they outlast a restart of the machine.
 """
 
 # ruff: noqa: S608 - the statements are put together here, from constants; values are always bound
 from __future__ import annotations
 
 APPLICATION_ID = 0x4D53_5047  # "MSPG"
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 SCHEMA = f"""
 CREATE TABLE store (
     one INTEGER PRIMARY KEY CHECK (one = 1),
-    tick INTEGER NOT NULL,
     boot_id TEXT NOT NULL
 ) STRICT;
 
@@ -31,8 +31,10 @@ CREATE TABLE mailboxes (
     in_flight INTEGER NOT NULL DEFAULT 0,
     settled INTEGER NOT NULL DEFAULT 0,
     dead INTEGER NOT NULL DEFAULT 0,
-    used_at REAL                    -- of a transient one: when it was last opened or kept
+    used_at REAL,                   -- of a transient one: when it was last opened or kept
+    tick INTEGER                    -- of mailbox 0: the last number that was used
 ) STRICT;
+INSERT INTO mailboxes (id, name, tick) VALUES (0, '', 0);
 
 CREATE TABLE messages (
     seq INTEGER PRIMARY KEY,
@@ -123,11 +125,16 @@ ALTER TABLE mailboxes ADD COLUMN used_at REAL;
 CREATE INDEX messages_by_id ON messages (id);
 CREATE INDEX delayed_by_seq ON delayed (seq);
 """,
+    2: """
+ALTER TABLE mailboxes ADD COLUMN tick INTEGER;
+INSERT INTO mailboxes (id, name, tick) SELECT 0, '', tick FROM store;
+ALTER TABLE store DROP COLUMN tick;
+""",
 }
 """What makes a file of the version that is the key one of the next version."""
 SET_VERSION = "PRAGMA user_version = {}"
 
-START = "INSERT INTO store VALUES (1, 0, ?)"
+START = "INSERT INTO store VALUES (1, ?)"
 BOOT = "SELECT boot_id FROM store"
 NEW_BOOT = "UPDATE store SET boot_id = ?"
 VOID_LEASES = "UPDATE leases SET until = -1"
@@ -135,8 +142,8 @@ VOID_LEASES = "UPDATE leases SET until = -1"
 # ------------------------------------------------------------------------------------------------- every transaction
 
 HEAD = """SELECT tick, (SELECT min(until) FROM leases), (SELECT min(due) FROM delayed),
-    (SELECT min(expires_at) FROM expiring) FROM store"""
-SET_TICK = "UPDATE store SET tick = ?"
+    (SELECT min(expires_at) FROM expiring) FROM mailboxes WHERE id = 0"""
+SET_TICK = "UPDATE mailboxes SET tick = ? WHERE id = 0"
 ADD_MAILBOX = "INSERT INTO mailboxes (id, name) SELECT max(?, coalesce(max(id), 0)) + 1, ? FROM mailboxes"
 LAST_MAILBOX = "SELECT max(id) FROM mailboxes"
 MAILBOX = "SELECT id FROM mailboxes WHERE name = ?"

@@ -75,6 +75,11 @@ class Job:
             process.call_soon(self.loop, self.done)
 
 
+def _finish(jobs: list[Job]) -> None:
+    for job in jobs:
+        job.finish()
+
+
 class SharedFile:
     """A mailbox file as the mailboxes of this process share it."""
 
@@ -190,18 +195,20 @@ class SharedFile:
             with self._turn:
                 self._transact(jobs)
                 left = not self._users and self._left()
-                for job in jobs:
-                    job.finish()
-                if not left:
+                if self.file.log_is_long and not left:
+                    _finish(jobs)
+                    jobs = []
                     self.file.checkpoint_log()
             if self.file.connected:
                 self._threads.connections.used(self)
             with self._lock:
-                if self._inbox and not writers.queueing():
-                    continue
-                writers.served()
-                self._queued = False
-                self._take_turn()
+                goes_on = bool(self._inbox) and not writers.queueing()
+                if not goes_on:
+                    writers.served()
+                    self._queued = False
+                    self._take_turn()
+            _finish(jobs)  # at the end: the event loop takes over from this thread
+            if not goes_on:
                 return
 
     def rest(self) -> bool:

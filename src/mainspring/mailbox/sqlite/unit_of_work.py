@@ -67,7 +67,7 @@ class UnitOfWork:
         head = self.rows(sql.HEAD)
         if not head:
             raise MailboxError(
-                "the mailbox file is damaged: its table `store` is empty; restore a copy, or begin a new file"
+                "the mailbox file is damaged: its counter is missing; restore a copy, or begin a new file"
             )
         self.tick, self.ends, self.due, self.expires = head[0]
         self._first_tick = self.tick
