@@ -25,8 +25,8 @@ Invariants.
 - A watermark only saves reads. Each second a claim does without it.
 
 Cancelled, a caller leaves at once. Its batch goes on; a claim of its own is undone by the first command of the next batch
-(``batched.Batcher.call``, ``BatchedBackend.undo``). A call that travels alone is cancelled on the server, and where that takes
-too long, its connection is closed.
+(``batched.Batcher.call``, ``BatchedBackend.undo``). A call that travels alone, as a lone send does, is cancelled on the server,
+and where that takes too long, its connection is closed.
 
 On a lost connection everything in the batch raises :class:`MailboxConnectionError`, and may have taken effect. All idle
 connections are closed, since they are lost as well; the next batch makes a new one.

@@ -6,7 +6,6 @@ import os
 import re
 import select
 import sys
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from traceback import clear_frames
 from typing import TYPE_CHECKING, Any
@@ -14,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import psycopg
 from anyio import CapacityLimiter
-from psycopg import capabilities
-from psycopg.pq import TransactionStatus
+from psycopg import capabilities, generators
+from psycopg.adapt import PyFormat, Transformer
+from psycopg.pq import ExecStatus, Format, TransactionStatus
 from psycopg.rows import tuple_row
 from psycopg.waiting import wait_async
 
+from mainspring.core.clock import loop_clock
 from mainspring.errors import ConfigError, MailboxConnectionError, MailboxError, MainspringError, remedy
 from mainspring.mailbox.limits import COURTESY, SILENCE, dropped
 from mainspring.mailbox.postgres.values import register
@@ -26,7 +27,8 @@ from mainspring.redaction import one_line
 from mainspring.runtime.resolver import resolve
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import Callable, Sequence
+    from types import TracebackType
 
     from mainspring.mailbox.postgres.commands import Statement
 
@@ -51,6 +53,7 @@ _AWAY = (
 )
 DROPPED = "MS002"
 """The SQLSTATE with which the functions refuse to work on a mailbox that was dropped."""
+_DONE = (ExecStatus.TUPLES_OK, ExecStatus.COMMAND_OK)
 _ENDED = ("FATAL", "PANIC")
 """The severities with which the server ends a connection, for whatever reason."""
 _MIGRATE = (
@@ -84,6 +87,24 @@ class Connection(psycopg.AsyncConnection[Any]):
 
     is_expendable = False
     cancel_timeout = CANCEL_TIMEOUT
+    _transformer: Any = None
+
+    async def execute_alone(self, statement: Statement) -> list[tuple[Any, ...]]:
+        """Execute one statement. Return its rows. It does what a cursor does, which would cost more than the rest of a send."""
+        if (transformer := self._transformer) is None:
+            transformer = self._transformer = Transformer(self)
+        values = transformer.dump_sequence(statement.values, [PyFormat.BINARY] * len(statement.values))
+        self.pgconn.send_query_params(statement.text, values, transformer.types, transformer.formats, Format.BINARY)
+        results = await self.wait(generators.execute(self.pgconn))
+        result = results[-1]
+        if result.status not in _DONE:
+            raise psycopg.errors.error_from_result(result)
+        try:
+            transformer.set_pgresult(result)
+            rows: list[tuple[Any, ...]] = transformer.load_rows(0, result.ntuples, tuple)
+        finally:
+            transformer.set_pgresult(None)  # which may be large
+        return rows
 
     @classmethod
     async def _get_connection_params(cls, conninfo: str, **keywords: Any) -> dict[str, Any]:
@@ -196,7 +217,8 @@ class ConnectionPool:
         self._lost = False  # a connection, which has not been made anew yet
         self._keeps = False
         self._was_connected = False
-        self._idle: list[psycopg.AsyncConnection[Any]] = []
+        self._now = loop_clock()
+        self._idle: list[Connection] = []
 
     async def connect(self) -> Connection:
         """Open a connection, in autocommit.
@@ -227,23 +249,15 @@ class ConnectionPool:
         self.connected = self._was_connected = True
         return connection
 
-    @asynccontextmanager
-    async def connection(self) -> AsyncIterator[psycopg.AsyncConnection[Any]]:
-        """Lend a connection to the block. An error drops it; a lost connection drops all idle ones, which are lost as well."""
-        connection = self._take() or await self.connect()
-        try:
-            yield connection
-        except BlockedError:
-            await self._put_back(connection)
-            raise
-        except BaseException as error:
-            await self.drop(connection)
-            if type(error) is MailboxConnectionError:
-                await self.lose()
-            raise
-        await self._put_back(connection)
+    def connection(self, turn: anyio.Semaphore | None = None) -> Loan:
+        """Lend a connection to the block. An error drops it; a lost connection drops all idle ones, which are lost as well.
 
-    async def _put_back(self, connection: psycopg.AsyncConnection[Any]) -> None:
+        :param turn: waited for before, and held meanwhile.
+        """
+        return Loan(self, turn)
+
+    async def put_back(self, connection: Connection) -> None:
+        """Keep a connection for the next call, or close it."""
         if connection.closed or connection.pgconn.transaction_status != TransactionStatus.IDLE:
             await self.drop(connection)
         elif self._keeps and len(self._idle) < MAX_IDLE:
@@ -270,14 +284,15 @@ class ConnectionPool:
         :param changes: whether the statements may change something.
         """
         patience = self.timeout if timeout is None else timeout
-        deadline = anyio.current_time() + patience
+        began = self._now()
+        deadline = began + patience
         for again in range(TRIES):
             scope = anyio.CancelScope(deadline=deadline)
-            out = _InFlight(scope, anyio.current_time())
+            out = _InFlight(scope, began if not again else self._now())
             self._in_flight.add(out)
             try:
                 with scope:
-                    async with turn or self._turns, self.connection() as connection:
+                    async with self.connection(turn or self._turns) as connection:
                         scope.deadline = deadline - self.cancel_timeout
                         out.connection = connection
                         results = await execute(connection, statements)
@@ -330,7 +345,7 @@ class ConnectionPool:
             self._on_silence(_silent())
         return answers
 
-    async def drop(self, connection: psycopg.AsyncConnection[Any]) -> None:
+    async def drop(self, connection: Connection) -> None:
         """Close it, without waiting."""
         with anyio.CancelScope(shield=True):
             await connection.close()
@@ -360,7 +375,7 @@ class ConnectionPool:
         for connection in idle:
             await self.drop(connection)
 
-    def _take(self) -> psycopg.AsyncConnection[Any] | None:
+    def take(self) -> Connection | None:
         """Return an idle connection that is alive. If the server has ended a connection, it has something to read."""
         while self._idle:
             connection = self._idle.pop()
@@ -373,6 +388,44 @@ class ConnectionPool:
             self._lost = True
             connection.pgconn.finish()
         return None
+
+
+class Loan:
+    """A connection that a pool lends to a block: see :meth:`ConnectionPool.connection`."""
+
+    __slots__ = ("_connection", "_pool", "_turn")
+
+    def __init__(self, pool: ConnectionPool, turn: anyio.Semaphore | None) -> None:
+        self._pool = pool
+        self._turn = turn
+
+    async def __aenter__(self) -> Connection:
+        if self._turn is not None:
+            try:
+                self._turn.acquire_nowait()
+            except anyio.WouldBlock:
+                await self._turn.acquire()
+        try:
+            self._connection = self._pool.take() or await self._pool.connect()
+        except BaseException:
+            if self._turn is not None:
+                self._turn.release()
+            raise
+        return self._connection
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None or isinstance(error, BlockedError):
+                await self._pool.put_back(self._connection)
+                return
+            await self._pool.drop(self._connection)
+            if type(error) is MailboxConnectionError:
+                await self._pool.lose()
+        finally:
+            if self._turn is not None:
+                self._turn.release()
 
 
 def no_answer(seconds: float, what: str = "") -> MailboxConnectionError:
@@ -408,17 +461,12 @@ def _unreached(error: Exception) -> MailboxConnectionError:
     return MailboxConnectionError(f"PostgreSQL cannot be reached: {told}{remedy(failed)}")
 
 
-async def execute(
-    connection: psycopg.AsyncConnection[Any], statements: Sequence[Statement]
-) -> list[list[tuple[Any, ...]]]:
+async def execute(connection: Connection, statements: Sequence[Statement]) -> list[list[tuple[Any, ...]]]:
     """Execute statements in one transaction. Return the rows of each; raise errors as :func:`translated` gives them."""
     try:
         if len(statements) != 1:
             return await _execute_in_pipeline(connection, statements)
-        cursor = psycopg.AsyncRawCursor(connection, row_factory=tuple_row)
-        await cursor.execute(statements[0].text, statements[0].values, binary=True)
-        result = cursor.pgresult  # not its description, which would be made of every column for this one question
-        return [await cursor.fetchall() if result is not None and result.nfields else []]
+        return [await connection.execute_alone(statements[0])]
     except psycopg.Error as error:
         raise translated(error) from error
 

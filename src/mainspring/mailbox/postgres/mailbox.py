@@ -240,11 +240,14 @@ class PostgresBackend(BatchedBackend):
         shared.add_mailbox(self.name, self._number, self)
 
     def _new_batcher(
-        self, execute: Callable[[list[Any]], Awaitable[None]], undo: Callable[[Command], None] | None = None
+        self,
+        execute: Callable[[list[Any]], Awaitable[None]],
+        undo: Callable[[Command], None] | None = None,
+        resume: Callable[[], Awaitable[None]] | None = None,
     ) -> Batcher[Any]:
         """Make a batcher and start its task. Those for sends are made by the first one: many mailboxes only receive."""
         name = f"mailbox {self.name!r}"
-        batcher = Batcher(execute, undo=undo, name=name)
+        batcher = Batcher(execute, resume=resume, undo=undo, name=name)
         self._batchers.append(batcher)
         self._context.run(partial(self._scope.start_soon, batcher.run, name=f"{name} batches", stop=batcher.stop))
         return batcher
@@ -358,9 +361,12 @@ class PostgresBackend(BatchedBackend):
             if envelope.dedup_key is not None:
                 return await self._dedup_sends().send(envelopes)
         if self._sends is None:
-            self._sends = self._new_batcher(self._execute)
+            self._sends = self._new_batcher(self._execute, resume=self._leave_send)
         ids: list[str] = await self._sends.call(PostgresSend(envelopes))
         return ids
+
+    async def _leave_send(self) -> None:
+        """Leave a lone send whose caller was cancelled, and with it the query: it may have been stored."""
 
     def _dedup_sends(self) -> DedupSends:
         if self._dedup is None:
