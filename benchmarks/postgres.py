@@ -7,13 +7,18 @@ one on this machine; the disk it is on decides about all that waits for a commit
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
+import time
+from functools import partial
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import psycopg
 
-from brokers import Comparison, Contender
-from common import missing, report
+from brokers import Comparison, Contender, kill_session
+from common import HERE, beside, in_turns, missing, quick, report
+from idle import children
 from redelivery import report_redelivery
 
 DEFAULT = os.environ.get("MAINSPRING_POSTGRES_URL", "postgresql://postgres@127.0.0.1:5432/postgres")
@@ -24,6 +29,13 @@ PEERS = (
     Contender("PgQueuer", "on_pgqueuer.py", "pgqueuer", ("pgqueuer", "asyncpg", "uvloop")),
     Contender("procrastinate", "on_procrastinate.py", "procrastinate", ("procrastinate", "psycopg[binary]", "uvloop")),
 )
+ONE_CONNECTION = Contender(
+    "PgQueuer on one connection", "on_pgqueuer_one.py", "pgqueuer", ("pgqueuer", "asyncpg", "uvloop")
+)
+WARM_UP = 5.0
+"""Seconds of an idle worker that count for nothing."""
+IDLE = 5.0 if quick() else 30.0
+"""Seconds over which it is measured."""
 
 
 def drop() -> None:
@@ -43,6 +55,41 @@ def url(contender: Contender) -> str:
     return f"{there}{'&' if '?' in there else '?'}name=bench" if contender.home is None else there
 
 
+def report_idle(comparison: Comparison) -> None:
+    """The row of the processor time of an idle worker, and of what it has the server do, beside PgQueuer's."""
+    ours, theirs = comparison.ours, next((one for one in comparison.peers if one.name == "PgQueuer"), None)
+    if theirs is None or urlsplit(URL).hostname not in (None, "127.0.0.1", "::1", "localhost"):
+        return
+    mine, others = in_turns(1 if quick() else 3, partial(idle, comparison, ours), partial(idle, comparison, theirs))
+    report(beside(f"PostgreSQL: processor time of an idle worker, the server's included / {theirs.title}", mine, others,
+                  1.0, lambda share: f"{share:.2%} of a core", at_most=True,
+                  note=f"nothing set, {IDLE:.0f} s after the last message"))  # fmt: skip
+
+
+def idle(comparison: Comparison, contender: Contender) -> float:
+    """The share of one core that a worker at its defaults and its server take while no message comes."""
+    comparison.run(contender, "send-one", 1)  # which makes the tables
+    script = str(HERE / "peers" / contender.script)
+    command = [str(contender.python), script, "work-drain-default", url(contender), "1000000"]
+    worker = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
+    try:
+        time.sleep(WARM_UP)
+        used, since = processor_seconds(worker.pid), time.perf_counter()
+        time.sleep(IDLE)
+        return (processor_seconds(worker.pid) - used) / (time.perf_counter() - since)
+    finally:
+        kill_session(worker)
+
+
+def processor_seconds(pid: int) -> float:
+    """Processor seconds so far of a worker, its children, and the server's processes for the database."""
+    with psycopg.connect(URL, autocommit=True) as connection:
+        text = "SELECT pid FROM pg_stat_activity WHERE datname = %s"
+        servers = [server for (server,) in connection.execute(text, (DATABASE,))]
+    tasks = [task for process in (pid, *children(pid), *servers) for task in Path(f"/proc/{process}/task").iterdir()]
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+
+
 def main() -> int:
     try:
         renew()
@@ -55,10 +102,12 @@ def main() -> int:
         comparison.report_rate("drain", 2.0)
         comparison.report_rate("drain-default", 1.5)
         comparison.report_rate("send-one", 1.0)
+        Comparison("PostgreSQL", url, renew, [ONE_CONNECTION]).report_rate("send-one", 1.0)
         comparison.report_rate("send-100", 1.0)
         comparison.report_rate("send-bulk", 1.0)
         comparison.report_pickup()
         comparison.report_latency()
+        report_idle(comparison)
         comparison.report_tree(1.0)
         comparison.report_flatness(1.15)
         comparison.report_memory(1.05)
