@@ -10,7 +10,7 @@ import pytest
 from loop_support import DOWN, sleeper, sleeping
 
 from mainspring import Context, DeadLetterPolicy, InMemoryMailbox, LeasePolicy, MainLoop
-from mainspring.errors import describe
+from mainspring.errors import MailboxError, describe
 from mainspring.events import (
     MessageFinished,
     MessageNotAcknowledged,
@@ -357,8 +357,9 @@ async def test_an_acknowledgement_shows_that_the_store_is_back_though_only_a_ren
         assert loop.trouble is None
 
 
+@pytest.mark.parametrize("answer", [DOWN, MailboxError("the server is starting")], ids=["none", "not yet"])
 @pytest.mark.parametrize("afterwards", ["the handler goes on", "pause"])
-async def test_where_nothing_else_asks_the_store_it_is_asked_whether_it_is_back(virtual_clock, afterwards):
+async def test_where_nothing_else_asks_the_store_it_is_asked_whether_it_is_back(virtual_clock, afterwards, answer):
     """The last try of a lease that is lost was no answer; the loop may have nothing to ask for hours after it."""
 
     async def handle(job: int) -> None:
@@ -370,7 +371,7 @@ async def test_where_nothing_else_asks_the_store_it_is_asked_whether_it_is_back(
     async with background(loop):
         await mailbox.send(1)
         await anyio.sleep(1)
-        mailbox.always("counts", until(100, fail(DOWN)))
+        mailbox.always("counts", until(100, fail(answer)))
         mailbox.always("extend", fail(DOWN))
         await anyio.sleep(28)
         if afterwards == "pause":

@@ -106,11 +106,10 @@ class StoreHealth:
     def _look(self) -> float:
         if self._other is None or self.tasks is None:
             return math.inf
-        if anyio.current_time() < self._ask_at:
-            return self._ask_at
-        self._ask_at = anyio.current_time() + SILENCE
-        self.tasks.start_soon(self._ask_again)
-        return math.inf
+        if anyio.current_time() >= self._ask_at:
+            self._ask_at = anyio.current_time() + SILENCE  # by then this one has ended
+            self.tasks.start_soon(self._ask_again)
+        return self._ask_at
 
     async def _ask_again(self) -> None:
         try:
