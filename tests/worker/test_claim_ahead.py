@@ -70,6 +70,27 @@ async def test_it_begins_with_its_slots_alone_and_does_so_again_after_an_idle_ti
         assert {argument[0] for _, call, argument in mailbox.calls if call == "claim"} == {1}
 
 
+async def test_a_loop_that_runs_out_of_messages_now_and_then_does_not_fall_behind(virtual_clock):
+    waited: list[float] = []
+
+    async def handle(sent: float) -> None:
+        waited.append(anyio.current_time() - sent)
+
+    async def slowly(call):
+        await anyio.sleep(0.001)
+        return await call()
+
+    mailbox = FaultyMailbox()
+    mailbox.always("claim", slowly)
+    async with background(MainLoop(mailbox, handle)):
+        for number in range(3_000):
+            await mailbox.send(anyio.current_time())
+            await anyio.sleep(0.0003 if number % 100 else 0.01)
+        await settled(mailbox)
+    assert len(waited) == 3_000
+    assert max(waited[600:]) < 0.01
+
+
 @pytest.mark.parametrize("options", [{"capacity": True}, {"max_iterations": 100}])
 async def test_nothing_is_claimed_ahead_where_slots_are_shared_or_receives_counted(options, virtual_clock):
     mailbox = FaultyMailbox()

@@ -194,6 +194,9 @@ class Slot:
 AHEAD = 0.05
 """Seconds of work that a loop claims ahead: what its slots will begin in so long, at the rate at which they begin messages."""
 
+FIRST_LOOK = AHEAD / 16
+"""Seconds after which a loop knows its rate that was out of messages for less than ``AHEAD``."""
+
 MOST_AHEAD = 100
 """The most messages that a loop has in hand because it claims ahead: more would save next to no calls to the store."""
 
@@ -204,8 +207,9 @@ OVERDUE = 2 * AHEAD
 class ClaimAhead:
     """Decides how many messages a loop may have in hand: as many as it has slots, or as began in the last ``AHEAD`` seconds.
 
-    The rate is looked at when messages are claimed. A loop that was idle, or has just started, begins with its slots alone: a
-    message that kills its process costs the others in hand an attempt.
+    The rate is looked at when messages are claimed. A loop that was idle, or has just started, begins with its slots alone for
+    ``AHEAD``: a message that kills its process costs the others in hand an attempt. One that ran out of messages for less than
+    that knows its rate after ``FIRST_LOOK``. Else it would fall behind its senders each time, and catch up each time.
     """
 
     def __init__(self, slots: int) -> None:
@@ -213,6 +217,8 @@ class ClaimAhead:
         self._slots = slots
         self._begun = 0
         self._since = -math.inf
+        self._look = AHEAD
+        self._ran_out = -math.inf
         self._waiting = 0  # messages that had not begun after the last claim
 
     def claimed(self, count: int, waiting: int, now: float) -> None:
@@ -220,15 +226,22 @@ class ClaimAhead:
         self._begun += self._waiting - waiting
         self._waiting = waiting + count
         seconds = now - self._since
-        if seconds >= AHEAD:
+        if self._since == -math.inf:
+            self._since, self._look = now, FIRST_LOOK if now - self._ran_out < AHEAD else AHEAD
+        elif seconds >= self._look:
             self.most = max(self._slots, min(int(self._begun * AHEAD / seconds), MOST_AHEAD))
-            self._begun, self._since = 0, now
+            self._begun, self._since, self._look = 0, now, AHEAD
+
+    def ran_out(self, now: float) -> None:
+        """Note that there was nothing to claim: the loop waits for what its slots can begin at once."""
+        self.begin_anew()
+        self._ran_out = now
 
     def begin_anew(self) -> None:
         """Have the slots alone in hand, until the rate is known again."""
         self.most = self._slots
         self._begun = self._waiting = 0
-        self._since = -math.inf
+        self._since = self._ran_out = -math.inf
 
 
 class Slots:

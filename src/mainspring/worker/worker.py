@@ -290,7 +290,7 @@ class Worker:
         now = self._clock()
         self._starved = not messages and self._wait < POLL_PAUSE
         if not messages:
-            self._slots.ahead.begin_anew()
+            self._slots.ahead.ran_out(now)
             return
         made = partial(Delivery, self.name, self._clock, self._heartbeat, self.shutting_down, self._visibility, now)
         deliveries = list(map(made, messages))
