@@ -13,8 +13,8 @@ Claims. A claim that finds nothing waits in a line (:class:`Waiters`) and claims
 that the store has claimed for it. If the caller of a claim is cancelled while it is out, or the mailbox is closed meanwhile,
 no caller will see the messages that it leases. They are put back, as the first thing of the next batch.
 
-Timers. One ends the waits, one has the store do what is due on behalf of the claims that wait
-(:meth:`BatchedBackend.sweep`). They run until the close, whatever is cancelled before.
+Timers. One task rings the alarms of a line: one ends the waits, and a store has its own for what is due. They ring until the
+close, whatever is cancelled before.
 
 Cancelled, a caller leaves at once. Its command is withdrawn if it has not left yet. Otherwise it takes effect, and is undone
 if the backend says how. On a lost connection, each command that has not taken place gets an error of its own.
@@ -36,7 +36,7 @@ from mainspring.errors import MailboxClosedError, MailboxConnectionError, copied
 from mainspring.mailbox.backend import Backend
 from mainspring.mailbox.limits import CLOSE_TIMEOUT, COURTESY
 from mainspring.runtime.cancellation import is_spurious_cancellation, native_cancels
-from mainspring.runtime.interval import Alarms, Periodic
+from mainspring.runtime.interval import Alarms
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
@@ -675,7 +675,7 @@ class BatchedBackend(CommandBackend):
     """A command backend whose claims wait in a line and are woken by the process itself.
 
     Its ``open`` calls :meth:`open_line`, and starts :meth:`keep_time`; its ``close`` calls :meth:`end_timers` at the end. It
-    says what is due (:meth:`sweep`), and overrides :meth:`claim_once` or :meth:`new_claim` if a claim is more on its store.
+    overrides :meth:`claim_once` or :meth:`new_claim` if a claim is more on its store.
     """
 
     def __init__(self, name: str, capacity: int | None) -> None:
@@ -689,35 +689,19 @@ class BatchedBackend(CommandBackend):
         """Let claims wait in ``waiters`` from now on."""
         self.waiters = waiters
         self._now = loop_clock()
-        self._sweeper = Periodic(self.sweep)
         self._timers = anyio.CancelScope(shield=True)
 
-    async def keep_time(self, *others: Periodic) -> None:
-        """Run the timers, and ``others``, until :meth:`end_timers`.
+    async def keep_time(self) -> None:
+        """Ring the alarms of the line until :meth:`end_timers`.
 
         A cancellation does not end them: clean-up under a shield has deadlines as well.
         """
         with self._timers:
-            async with anyio.create_task_group() as tasks:
-                for timer in (self.waiters.alarms.timer, self._sweeper, *others):
-                    tasks.start_soon(timer.run)
+            await self.waiters.alarms.timer.run()
 
     def end_timers(self) -> None:
         """End :meth:`keep_time`."""
         self._timers.cancel()
-
-    async def sweep(self, overslept: float) -> float:
-        """Have the store do what is due, on behalf of the claims that wait. Return when to do so again, at the latest.
-
-        It is the step of a :class:`Periodic`. A store that does it for all its mailboxes at once overrides :meth:`sweep_in`
-        instead.
-        """
-        return math.inf
-
-    def sweep_in(self, seconds: float) -> None:
-        """Let the sweep timer go off in ``seconds`` at the latest: something may be due then."""
-        if (when := self._now() + seconds) < self._sweeper.due:
-            self._sweeper.wake_by(when)
 
     # --------------------------------------------------------------------------------------------------------- claims
 

@@ -57,7 +57,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     from mainspring.mailbox.message import ClaimedMessage, Dead, Envelope, Message, Settlement
-    from mainspring.runtime.interval import Periodic
     from mainspring.runtime.scope import DaemonScope
 
 T = TypeVar("T")
@@ -256,7 +255,7 @@ class PostgresBackend(BatchedBackend):
         """Start a task that serves all mailboxes of the pool, until this one is closed."""
         self._context.run(partial(self._scope.start_soon, self.keep_time, name=f"mailbox {self.name!r} pool"))
 
-    async def keep_time(self, *others: Periodic) -> None:
+    async def keep_time(self) -> None:
         """Run the timers, and all that the pool shares. A cancellation does not end them."""
         with self._timers:
             await self._pool.serve()

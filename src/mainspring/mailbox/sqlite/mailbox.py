@@ -169,6 +169,8 @@ class SQLiteBackend(batched.BatchedBackend):
         self._wall = clock.wall_clock()
         self._real_work = clock.work_holder()
         self.open_line(SQLiteWaiters(self.sweep_in, self.notifications.cancelled.publish))
+        self._sweep_alarm = self.waiters.alarms.alarm(self._sweep_due)
+        self._scope = scope
         self._batcher = Batcher(
             self._execute, resume=self._until_executed, undo=self.undo, name=f"mailbox {self.name!r}"
         )
@@ -234,14 +236,23 @@ class SQLiteBackend(batched.BatchedBackend):
                 for delivery in command.result:
                     delivery.leased_at = self._submitted_at
 
-    async def sweep(self, overslept: float) -> float:
+    def sweep_in(self, seconds: float) -> None:
+        """Sweep in ``seconds`` at the latest: something may be due then."""
+        if (when := self._now() + seconds) < self._sweep_alarm.due:
+            self._sweep_alarm.wake_by(when)
+
+    def _sweep_due(self) -> float:
         self.waiters.announced = math.inf
         if self.waiters.parked:
-            try:
-                await self.call(batched.Sweep())
-            except MainspringError:  # the receives themselves will hear of it
-                return self._now() + LOOK_AGAIN
+            self._scope.start_soon(self._sweep, name=f"mailbox {self.name} sweep")
         return math.inf
+
+    async def _sweep(self) -> None:
+        """Have done what is due, on behalf of the claims that wait."""
+        try:
+            await self.call(batched.Sweep())
+        except MainspringError:  # the receives themselves will hear of it
+            self.sweep_in(LOOK_AGAIN)
 
     # ----------------------------------------------------------------------------------------------------- messages
 
