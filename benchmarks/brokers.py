@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common import (
+    BODY,
     HERE,
     beside,
     costs,
@@ -61,6 +62,9 @@ SUSTAINED = 0.8
 """The part of its own maximum up to which a contender is taken to sustain a rate."""
 TIMED = 2.0 if quick() else 10.0
 """Seconds of sends at a given rate."""
+LARGE = 100_000
+LARGE_ONES = 100 if quick() else 1_000
+"""Bytes of a large body, and how many messages have one."""
 IN_TREE = 1_000
 """Messages that a worker handles before the memory of its processes is read."""
 
@@ -130,12 +134,14 @@ class Comparison:
         concurrency: int | None = None,
         behind: int = 0,
         rate: float = 0.0,
+        size: int = len(BODY),
         patience: float = PATIENCE,
     ) -> Any:
         """One run on the emptied server; what the script says, or None where it failed."""
         self.reset()
         command = [str(contender.python), str(HERE / "peers" / contender.script), verb, self.url(contender), str(count)]
         command += [str(concurrency or contender.concurrency or 1), f"--behind={behind}", f"--rate={rate}"]
+        command += [f"--size={size}"]
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
         )
@@ -232,6 +238,14 @@ class Comparison:
             return f"{self._settings(best, verb)}; ours: {self._settings(self.ours.name, verb)}"
 
         self.report_best(WHAT[verb], self.rates(verb), goal, per_second, note)
+
+    def report_large(self, verb: str, goal: float) -> None:
+        """The row of ours beside the fastest peer, with bodies of 100 KB."""
+        counts = {contender.name: LARGE_ONES for contender in self.taking_part(verb)}
+        results = self.results(verb, ROUNDS, counts, size=LARGE)
+        rates = {name: [one["rate"] for one in some] for name, some in results.items()}
+        self.report_best(f"{WHAT[verb]}, bodies of {LARGE // 1_000} KB", rates, goal, per_second,
+                         lambda best: self._settings(best, verb))  # fmt: skip
 
     def report_pickup(self) -> None:
         """The rows of the times from a send to its handler: the median beside the lowest, and the 99th percentile."""

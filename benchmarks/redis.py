@@ -83,6 +83,8 @@ def main() -> int:
         comparison.report_rate("send-one", 1.0)
         comparison.report_rate("send-100", 1.0)
         comparison.report_rate("send-bulk", 1.0)
+        comparison.report_large("drain", 1.0)
+        comparison.report_large("send-one", 1.0)
         comparison.report_pickup()
         comparison.report_latency()
         comparison.report_tree(1.0)

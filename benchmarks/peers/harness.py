@@ -1,6 +1,6 @@
 """What every script of this directory runs on: the verbs, measured alike for all of them.
 
-``python NAME.py VERB URL COUNT [CONCURRENCY] [--behind N] [--rate R]`` prints one line of JSON. The verbs:
+``python NAME.py VERB URL COUNT [CONCURRENCY] [--behind N] [--rate R] [--size BYTES]`` prints one line of JSON. The verbs:
 
 about      versions, notes, the verbs it has and the concurrencies worth trying; URL and COUNT do not matter
 send-one   sends, one awaited after the other
@@ -43,6 +43,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 BODY = "x" * 100
+"""Of each message, unless ``--size`` is given."""
 SENDERS = 100
 """Sends that are out at once at most, also at a given rate. Where the peer has no async they are threads."""
 BULK = 1_000
@@ -525,14 +526,17 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("concurrency", type=int, nargs="?")
     parser.add_argument("--behind", type=int, default=0)
     parser.add_argument("--rate", type=float, default=0.0)
+    parser.add_argument("--size", type=int, default=len(BODY))
     return parser.parse_args()
 
 
 def main(kind: type) -> None:
     """The script of the peer ``kind``."""
+    global BODY
     arguments = parsed()
     verb, count = arguments.verb, arguments.count
     arguments.concurrency = arguments.concurrency or kind.concurrency[0]
+    BODY = "x" * arguments.size
     if verb == "about":
         versions = {package: importlib.metadata.version(package) for package in kind.packages}
         result = {

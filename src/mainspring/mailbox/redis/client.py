@@ -43,12 +43,15 @@ if TYPE_CHECKING:
 
     from mainspring.mailbox.batched import Command
     from mainspring.mailbox.message import Envelope
+    from mainspring.mailbox.redis.commands import Argument
     from mainspring.mailbox.redis.connection import Channel
     from mainspring.mailbox.redis.settings import RedisServer
     from mainspring.mailbox.settings import Host
     from mainspring.runtime.interval import Alarms
 
 TRIES: Final = 4
+LARGE: Final = 16_384
+"""Bytes of an argument that is copied once only on its way out."""
 MOST_TARGETS: Final = 16
 """Connections to other nodes that are kept unused: each requester of a fleet may have a mailbox for its replies."""
 _log = Logger("mainspring.mailbox")
@@ -167,9 +170,14 @@ class Client:
         if start is None:
             start = pack((b"FCALL", function, len(call.keys), *call.keys))
             start = self._starts[function] = start[start.index(b"\n") + 1 :]
-        arguments = pack(tuple(call.arguments))
         count = 3 + len(call.keys) + len(call.arguments)
-        return b"".join((b"*%d\r\n" % count, start, memoryview(arguments)[arguments.index(b"\n") + 1 :]))
+        last = call.arguments[-1]
+        rest: tuple[bytes, ...] = ()
+        arguments: tuple[Argument, ...] = tuple(call.arguments)
+        if isinstance(last, bytes) and len(last) >= LARGE:  # each copy of it takes longer than all the rest
+            arguments, rest = arguments[:-1], (b"$%d\r\n" % len(last), last, b"\r\n")
+        packed = pack(arguments)
+        return b"".join((b"*%d\r\n" % count, start, memoryview(packed)[packed.index(b"\n") + 1 :], *rest))
 
     async def _failure(self, error: BaseException) -> MailboxConnectionError:
         """Retire the connection; return the error of a call that was lost."""
