@@ -6,7 +6,7 @@ import os
 import re
 import select
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from traceback import clear_frames
 from typing import TYPE_CHECKING, Any
 
@@ -214,11 +214,11 @@ class ConnectionPool:
         """Batches that may have changed something."""
         self.connected = False
         self.reconnects = 0
-        self._lost = False  # a connection, which has not been made anew yet
-        self._keeps = False
+        self.lost = False  # a connection, which has not been made anew yet
+        self.keeps = False
         self._was_connected = False
         self._now = loop_clock()
-        self._idle: list[Connection] = []
+        self.idle: list[Connection] = []
 
     async def connect(self) -> Connection:
         """Open a connection, in autocommit.
@@ -244,26 +244,14 @@ class ConnectionPool:
             raise
         connection.cancel_timeout = self.cancel_timeout
         register(connection.adapters, is_utf8=True)
-        self.reconnects += self._lost
-        self._lost = False
+        self.reconnects += self.lost
+        self.lost = False
         self.connected = self._was_connected = True
         return connection
 
-    def connection(self, turn: anyio.Semaphore | None = None) -> Loan:
-        """Lend a connection to the block. An error drops it; a lost connection drops all idle ones, which are lost as well.
-
-        :param turn: waited for before, and held meanwhile.
-        """
-        return Loan(self, turn)
-
-    async def put_back(self, connection: Connection) -> None:
-        """Keep a connection for the next call, or close it."""
-        if connection.closed or connection.pgconn.transaction_status != TransactionStatus.IDLE:
-            await self.drop(connection)
-        elif self._keeps and len(self._idle) < MAX_IDLE:
-            self._idle.append(connection)
-        else:
-            connection.pgconn.finish()
+    def connection(self) -> Loan:
+        """Lend a connection to the block: see :class:`Loan`."""
+        return Loan(self)
 
     async def run(
         self,
@@ -292,7 +280,7 @@ class ConnectionPool:
             self._in_flight.add(out)
             try:
                 with scope:
-                    async with self.connection(turn or self._turns) as connection:
+                    async with Loan(self, turn or self._turns) as connection:
                         scope.deadline = deadline - self.cancel_timeout
                         out.connection = connection
                         results = await execute(connection, statements)
@@ -352,7 +340,7 @@ class ConnectionPool:
 
     async def close(self) -> None:
         """Close idle connections now, and others when they are put back, until :meth:`keep_open`."""
-        self._keeps = self._was_connected = self._lost = self.connected = False
+        self.keeps = self._was_connected = self.lost = self.connected = False
         await self._drop_idle()
 
     def begin_close(self) -> None:
@@ -363,69 +351,73 @@ class ConnectionPool:
 
     def keep_open(self) -> None:
         """Keep connections that are put back, for the next call."""
-        self._keeps = True
+        self.keeps = True
 
     async def lose(self) -> None:
         """Note that a connection was lost, and close the idle ones, which are lost as well."""
-        self._lost, self.connected = True, False
+        self.lost, self.connected = True, False
         await self._drop_idle()
 
     async def _drop_idle(self) -> None:
-        idle, self._idle = self._idle, []
+        idle, self.idle = self.idle, []
         for connection in idle:
             await self.drop(connection)
 
-    def take(self) -> Connection | None:
-        """Return an idle connection that is alive. If the server has ended a connection, it has something to read."""
-        while self._idle:
-            connection = self._idle.pop()
-            if connection.closed:
-                continue
-            poll = select.poll()
-            poll.register(connection.pgconn.socket, select.POLLIN)
-            if not poll.poll(0):
-                return connection
-            self._lost = True
-            connection.pgconn.finish()
-        return None
 
-
+@dataclass(eq=False, slots=True)
 class Loan:
-    """A connection that a pool lends to a block: see :meth:`ConnectionPool.connection`."""
+    """Lends a connection of a pool to the block.
 
-    __slots__ = ("_connection", "_pool", "_turn")
+    An error drops it; a lost connection drops all idle ones, which are lost as well. ``turn`` is waited for before, and held
+    meanwhile.
+    """
 
-    def __init__(self, pool: ConnectionPool, turn: anyio.Semaphore | None) -> None:
-        self._pool = pool
-        self._turn = turn
+    pool: ConnectionPool
+    turn: anyio.Semaphore | None = None
+    connection: Any = field(default=None, init=False)
 
     async def __aenter__(self) -> Connection:
-        if self._turn is not None:
+        if self.turn is not None:
             try:
-                self._turn.acquire_nowait()
+                self.turn.acquire_nowait()
             except anyio.WouldBlock:
-                await self._turn.acquire()
+                await self.turn.acquire()
         try:
-            self._connection = self._pool.take() or await self._pool.connect()
+            while self.pool.idle:
+                connection = self.pool.idle.pop()
+                poll = select.poll()
+                if not connection.closed:
+                    poll.register(connection.pgconn.socket, select.POLLIN)
+                    if not poll.poll(0):
+                        break
+                    self.pool.lost = True  # a connection that the server has ended has something to read
+                    connection.pgconn.finish()
+            else:
+                connection = await self.pool.connect()
         except BaseException:
-            if self._turn is not None:
-                self._turn.release()
+            if self.turn is not None:
+                self.turn.release()
             raise
-        return self._connection
+        self.connection = connection
+        return connection
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        pool, connection = self.pool, self.connection
         try:
-            if error is None or isinstance(error, BlockedError):
-                await self._pool.put_back(self._connection)
-                return
-            await self._pool.drop(self._connection)
+            usable = error is None or isinstance(error, BlockedError)
+            if not usable or connection.closed or connection.pgconn.transaction_status != TransactionStatus.IDLE:
+                await pool.drop(connection)
+            elif pool.keeps and len(pool.idle) < MAX_IDLE:
+                pool.idle.append(connection)
+            else:
+                connection.pgconn.finish()
             if type(error) is MailboxConnectionError:
-                await self._pool.lose()
+                await pool.lose()
         finally:
-            if self._turn is not None:
-                self._turn.release()
+            if self.turn is not None:
+                self.turn.release()
 
 
 def no_answer(seconds: float, what: str = "") -> MailboxConnectionError:

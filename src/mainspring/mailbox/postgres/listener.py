@@ -77,7 +77,7 @@ class Polling:
     :param interval: seconds between two polls; None: what fits the notifications.
     """
 
-    __slots__ = ("_empty_until", "_seen", "due", "interval", "number", "polls", "quick")
+    __slots__ = ("due", "empty_at", "empty_until", "interval", "number", "polls", "quick")
 
     def __init__(self, number: int, interval: float | None) -> None:
         self.number = number
@@ -88,16 +88,13 @@ class Polling:
         self.quick: list[float] = []
         """Seconds until each of the next polls, while there are some."""
         self.interval = interval
-        self._empty_until = -math.inf
-        self._seen = 0
+        self.empty_at = -1
+        self.empty_until = -math.inf
+        """Until this instant the mailbox is known to be empty, if the signals of its waiters are still ``empty_at``."""
 
     def found_empty(self, signals: int, until: float) -> None:
         """Note that the mailbox was empty when its waiters had had that number of signals. A poll comes by ``until``."""
-        self._seen, self._empty_until = signals, until
-
-    def is_empty(self, signals: int, now: float) -> bool:
-        """True if the mailbox was empty at the last poll, and no notification or poll has said otherwise since."""
-        return signals == self._seen and now <= self._empty_until
+        self.empty_at, self.empty_until = signals, until
 
 
 class Polls:

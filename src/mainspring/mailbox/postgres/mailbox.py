@@ -416,8 +416,9 @@ class PostgresBackend(BatchedBackend):
         return await super().claim(max_messages, visibility_timeout, wait_time_seconds)
 
     async def claim_once(self, limit: int, visibility: float, *, waits: bool) -> list[ClaimedMessage]:
-        polls, seen = self._pool.polls, self.waiters.signals
-        if waits and polls.listening and self.polling.is_empty(seen, self._now()):
+        polls, polling = self._pool.polls, self.polling
+        is_empty = self.waiters.signals == polling.empty_at and self._now() <= polling.empty_until
+        if waits and polls.listening and is_empty:
             found: list[ClaimedMessage] = []
         else:
             found = await super().claim_once(limit, visibility, waits=waits)
