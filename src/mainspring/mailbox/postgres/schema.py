@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 from contextlib import asynccontextmanager, suppress
-from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import psycopg
 
 from mainspring.core import random
+from mainspring.core.package_files import read_package_file
 from mainspring.errors import ConfigError, MainspringError
 from mainspring.mailbox.backend import TRANSIENT, TRANSIENT_LIFE
 from mainspring.mailbox.postgres.commands import Statement, call
@@ -41,7 +41,7 @@ SCHEMA_VERSION = len(_TABLES)
 
 def sql_file(name: str, schema: str) -> str:
     """Return the text of a ``.sql`` file for ``schema``; the files are written for the schema ``mainspring``."""
-    text = resources.files("mainspring.mailbox.postgres").joinpath("sql", name).read_text(encoding="utf-8")
+    text = read_package_file("mainspring.mailbox.postgres", f"sql/{name}").decode()
     return re.sub(rf"\b{SCHEMA}\b", schema, text)
 
 

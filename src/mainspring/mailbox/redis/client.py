@@ -11,7 +11,6 @@ import math
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
-from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio
@@ -19,6 +18,7 @@ import anyio
 from mainspring.core import random
 from mainspring.core.clock import loop_clock
 from mainspring.core.loggers import Logger
+from mainspring.core.package_files import read_package_file
 from mainspring.errors import ConfigError, MailboxConnectionError
 from mainspring.mailbox.batched import Send
 from mainspring.mailbox.limits import SILENCE, check_size
@@ -64,8 +64,7 @@ def library() -> tuple[bytes, bytes]:
 
     The name has a digest of the text: processes of several versions share a server.
     """
-    folder = files("mainspring.mailbox.redis").joinpath("lua")
-    text = b"\n".join(folder.joinpath(f"{part}.lua").read_bytes() for part in _PARTS)
+    text = b"\n".join(read_package_file("mainspring.mailbox.redis", f"lua/{part}.lua") for part in _PARTS)
     name = b"mainspring_" + hashlib.sha1(text, usedforsecurity=False).hexdigest()[:16].encode()
     return b"#!lua name=%b\nlocal NAME = '%b'\n%b" % (name, name, text), name
 
