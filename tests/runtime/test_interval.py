@@ -194,3 +194,23 @@ async def test_alarms_ring_at_their_own_instants_on_one_timer(clock):
         group.cancel_scope.cancel()
     assert rung == [("two", 3.0), ("one", 5.0), ("one", 8.0), ("two", 101.0)]
     assert one.due == two.due == math.inf
+
+
+@virtually
+async def test_an_alarm_can_tell_by_how_much_it_rings_late(clock):
+    alarms = Alarms()
+    late = []
+
+    def step():
+        late.append(alarms.overslept)
+        return math.inf
+
+    alarm = alarms.alarm(step)
+    for slept in (2.0, 7.5):
+        alarm.wake_by(anyio.current_time() + 2.0)
+        await anyio.sleep(slept)  # before anything runs it
+        async with anyio.create_task_group() as group:
+            group.start_soon(alarms.timer.run)
+            await anyio.sleep(1)
+            group.cancel_scope.cancel()
+    assert late == [0.0, 5.5]

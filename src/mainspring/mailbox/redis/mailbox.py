@@ -397,9 +397,10 @@ class RedisBackend(BatchedBackend):
         if subscription.listed and not waiters.active:
             subscription.leave()
         left = False
-        for visible in [visible for visible, receives in waiters.wanted.items() if not receives]:
-            del waiters.wanted[visible]
-            left = subscription.no_longer_wanted(visible) or left
+        for visible, receives in list(waiters.wanted.items()):
+            if not receives:
+                del waiters.wanted[visible]
+                left = subscription.no_longer_wanted(visible) or left
         if left:
             self._list_again()
         return math.inf
@@ -504,8 +505,8 @@ class RedisBackend(BatchedBackend):
             self.waiters.signal_all()
 
     def sweep_in(self, seconds: float) -> None:
-        if self.waiters.active:
-            self._sweep_alarm.wake_by(self._now() + seconds)
+        if self.waiters.active and (when := self._now() + seconds) < self._sweep_alarm.due:
+            self._sweep_alarm.wake_by(when)
 
     def _sweep_soon(self) -> None:
         self._sweep_alarm.wake_by(self._now() + self._options.fallback_interval)
