@@ -18,7 +18,7 @@ import anyio
 import anyio.to_thread
 import psutil
 from chaos_backends import effects, make_table
-from chaos_history import Progress, read_runs
+from chaos_history import Progress, given_back, read_runs
 from chaos_judge import History, Life, Trouble
 from chaos_plan import Fate, Fault, Kind, Settings, faults, job
 from chaos_proxy import Proxy
@@ -72,8 +72,9 @@ class Fleet:
         self.done = 0
         self.faults: dict[Kind, int] = dict.fromkeys(backend.kinds, 0)
         self.history = History(
-            backend.name, settings.lease, settings.shutdown_budget, forgets=backend.forgets, two_steps=backend.two_steps
-        )
+            backend.name, settings.lease, settings.shutdown_budget, forgets=backend.forgets, two_steps=backend.two_steps,
+            must_claim_ahead=settings.must_claim_ahead,
+        )  # fmt: skip
         self._chance = random.Random(f"{settings.seed} victims")
         self._mark = secrets.token_hex(8)
         self._members: list[Member] = []
@@ -389,7 +390,7 @@ class Fleet:
         self.history.rejected = {each for each, (number, _) in accepted.items() if fates[number] is Fate.REJECTED}
         if missing := set(range(self.settings.messages)) - numbers:
             self.history.hung.append(f"{len(missing)} messages were never accepted, as of number {min(missing)}")
-        self.history.runs = read_runs(self.directory)
+        self.history.runs, self.history.given_back = read_runs(self.directory), given_back(self.directory)
         known = {"lives": [asdict(life) for life in self.history.lives], "troubles": self.history.troubles}
         (self.directory / "history.json").write_text(json.dumps(known, default=asdict, indent=1))
 

@@ -40,13 +40,26 @@ class Progress:
                     case "accepted":
                         self.accepted.setdefault(line["id"], (line["number"], line["at"]))
                     case "ready" if line["at"] >= life.started:
-                        life.ready = line["at"]
+                        life.ready, life.handlers = line["at"], line.get("handlers", 0)
         return self.done
 
 
 def read_runs(directory: Path) -> list[Run]:
     """All runs of handlers, by the workers' journals."""
     return [run for path in directory.glob("worker-*.jsonl") for run in runs_of(path.stem, Reader(path).lines())]
+
+
+def given_back(directory: Path) -> int:
+    """How many deliveries were released before their handlers had begun."""
+    number = 0
+    for path in directory.glob("worker-*.jsonl"):
+        begun: set[str] = set()
+        for line in Reader(path).lines():
+            if line["what"] == "begun":
+                begun.add(line["receipt"])
+            elif line["what"] == "outcome" and line["outcome"] == "released":
+                number += line["receipt"] not in begun
+    return number
 
 
 def runs_of(process: str, lines: Iterable[dict[str, Any]]) -> list[Run]:
@@ -60,11 +73,12 @@ def runs_of(process: str, lines: Iterable[dict[str, Any]]) -> list[Run]:
     for line in lines:
         match line["what"]:
             case "begun":
-                run = Run(line["id"], line["receipt"], process, line["at"], line["leased"])
+                run = Run(line["id"], line["receipt"], process, line["at"], line["leased"], hand=line["hand"])
                 runs[line["run"]] = run
                 unsettled[run.receipt].append(run)
             case "effect":
-                runs[line["run"]].effect = line["at"]
+                run = runs[line["run"]]
+                run.effect, run.committed = line["at"], line.get("committed", False)
             case "ended":
                 runs[line["run"]].ended, runs[line["run"]].how = line["at"], line["how"]
             case "outcome":

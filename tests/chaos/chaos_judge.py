@@ -38,12 +38,16 @@ class Run:
     leased: float | None = None
     """From when its lease surely counts."""
     effect: float | None = None
+    committed: bool = False
+    """Whether its effect was in a transaction of the mailbox."""
     ended: float | None = None
     how: str | None = None
     """``done``, ``cancelled`` or ``failed: …``, of the handler."""
     settled: float | None = None
     outcome: str | None = None
     """What the loop said became of the delivery."""
+    hand: int = 0
+    """How many messages the loop had in hand as it began."""
 
     @property
     def failed(self) -> bool:
@@ -58,6 +62,8 @@ class Life:
     name: str
     started: float
     ready: float | None = None
+    handlers: int = 0
+    """How many handlers a worker runs at once."""
     killed: float | None = None
     terminated: float | None = None
     freezes: list[tuple[float, float]] = field(default_factory=list)
@@ -89,6 +95,10 @@ class History:
     """Whether a message is handed back with a delay in two steps: who is killed between them leaves two copies."""
     patience: float = 10.0
     """How much longer than its budget a shutdown may take where the machine has much else to do."""
+    must_claim_ahead: bool = False
+    """Whether there was enough to do that takes no time, so that loops must have claimed ahead."""
+    given_back: int = 0
+    """How many deliveries were released before their handlers had begun."""
     accepted: dict[str, float] = field(default_factory=dict)
     """The ids that a send has returned, and when the sender knew."""
     rejected: set[str] = field(default_factory=set)
@@ -117,6 +127,10 @@ class Verdict:
     """How many effects were committed more than once; None where there are no transactions."""
     again: Counter[str] = field(default_factory=Counter)
     """Runs of a handler that an earlier run of the same message had gone before, by reason."""
+    ahead: int = 0
+    """Runs that began while their loop had more than twice as many messages in hand as it has handlers."""
+    most_ahead: int = 0
+    """The most messages that a loop had in hand then."""
     doubled: int = 0
     """Those of them before which the effect was already there."""
     gap: float = 0.0
@@ -129,6 +143,7 @@ def judge(history: History) -> Verdict:
     _nothing_lost(history, verdict)
     _effects_once(history, verdict)
     _runs_explained(history, verdict)
+    _claimed_ahead(history, verdict)
     for life in history.lives:
         verdict.broken += _ended_well(life, history)
     verdict.broken += [f"hung: {what}" for what in history.hung]
@@ -138,9 +153,8 @@ def judge(history: History) -> Verdict:
 
 
 def _nothing_lost(history: History, verdict: Verdict) -> None:
-    done = {run.message for run in history.runs if run.effect is not None}
-    if history.effects is not None:
-        done = set(history.effects)
+    done = {run.message for run in history.runs if run.effect is not None and not run.committed}
+    done |= set(history.effects or ())
     lost = set(history.accepted) - done - history.dead
     verdict.lost = len(lost)
     if lost:
@@ -162,7 +176,7 @@ def _effects_once(history: History, verdict: Verdict) -> None:
     verdict.twice = len(twice)
     if twice:
         verdict.broken.append(f"twice: {len(twice)} effects were committed more than once: {_some(twice)}")
-    said = {run.message for run in history.runs if run.effect is not None}
+    said = {run.message for run in history.runs if run.effect is not None and run.committed}
     if gone := said - set(history.effects):
         verdict.broken.append(f"{len(gone)} effects were committed and are not there: {_some(gone)}")
 
@@ -178,9 +192,17 @@ def _runs_explained(history: History, verdict: Verdict) -> None:
             if not fine and (excused := excuse(runs[:place], run, history)) is not None:
                 why, fine = excused, True
             verdict.again[why] += 1
-            verdict.doubled += before.effect is not None and history.effects is None
+            verdict.doubled += before.effect is not None and not before.committed
             if not fine:
                 verdict.broken.append(f"message {run.message} ran again: {why} ({before}; {run})")
+
+
+def _claimed_ahead(history: History, verdict: Verdict) -> None:
+    handlers = {life.name: life.handlers for life in history.lives}
+    ahead = [run.hand for run in history.runs if run.hand > 2 * handlers[run.process] > 0]
+    verdict.ahead, verdict.most_ahead = len(ahead), max(ahead, default=0)
+    if history.must_claim_ahead and not ahead:
+        verdict.broken.append("no loop claimed ahead: what becomes of such messages was not tried")
 
 
 def explain(before: Run, run: Run, life: Life, history: History) -> tuple[str, bool]:

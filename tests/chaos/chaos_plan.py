@@ -50,6 +50,7 @@ class Settings:
     lease: float = 2.0
     workers: int = 4
     concurrency: int = 16
+    """Of half of the workers. The others have one handler each, so that they claim ahead while jobs are quick."""
     senders: int = 2
     takes: float = 0.02
     """How long a handler takes on average."""
@@ -61,6 +62,10 @@ class Settings:
     """How long nothing at all may be done before that counts as a hang."""
     ahead: int = 2_000
     """How many messages may wait before the senders pause."""
+    burst: int = 500
+    """Of as many jobs in a row none takes time, of the next ones each does."""
+    must_claim_ahead: bool = True
+    """Whether it counts as broken if no loop claims ahead. A run of seconds can be over before the backlog is long enough."""
 
     @property
     def shutdown_budget(self) -> float:
@@ -71,6 +76,10 @@ class Settings:
     def deadline(self) -> float:
         """What the whole may take: many times what it takes where nothing is wrong."""
         return 120 + self.messages / 25 + 40 * self.each
+
+    def handlers(self, slot: int) -> int:
+        """How many handlers a worker has at once. Each event loop has workers of both kinds."""
+        return 1 if slot % 4 in (1, 2) else self.concurrency
 
     def as_json(self) -> dict[str, Any]:
         """For the processes."""
@@ -85,6 +94,11 @@ class Job:
     fate: Fate
     takes: float
 
+    @property
+    def quick(self) -> bool:
+        """Whether it is of a burst. Its effect is in no transaction: a commit takes too long for its loop to claim ahead."""
+        return self.takes == 0
+
 
 def job(settings: Settings, number: int) -> tuple[Job, float]:
     """The job of a number, and the delay it is sent with."""
@@ -92,6 +106,8 @@ def job(settings: Settings, number: int) -> tuple[Job, float]:
     fate = chance.choices(list(Fate), (0.985, 0.0125, 0.0025))[0]
     # A few take longer than a lease: they live by its renewal.
     takes = 1.25 * settings.lease if chance.random() < 0.003 else chance.expovariate(1 / settings.takes)
+    if number // settings.burst % 2:
+        takes = 0.0
     delay = chance.uniform(0.05, 0.5) if chance.random() < 0.02 else 0.0
     return Job(number, fate, min(takes, 1.25 * settings.lease)), delay
 

@@ -1,6 +1,6 @@
 """One worker or one sender of a chaotic run: ``python chaos_program.py work|send SETUP NAME``.
 
-``SETUP`` is a file of JSON: ``url``, ``options``, ``settings``, ``table`` (of the effects, where there are transactions),
+``SETUP`` is a file of JSON: ``url``, ``options``, ``settings``, ``table`` (of the effects, where the mailbox has transactions),
 ``directory`` (of the journals). ``NAME`` is the journal's.
 """
 
@@ -32,11 +32,13 @@ from mainspring.core.state_machine import GroupState
 from mainspring.events import GroupStateChanged, MessageFinished
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from mainspring import Mailbox
 
 ATTEMPTS = 25
 """More than a message can lose to faults: the dead letters are those that were rejected."""
-AT_ONCE = 16
+AT_ONCE = 64
 """Sends of a sender that are out at the same time."""
 
 
@@ -57,9 +59,10 @@ class Setup:
 class Handler:
     """Writes down each run of its: what it began with, how it ended, and its effect."""
 
-    def __init__(self, journal: Journal, table: str | None) -> None:
+    def __init__(self, journal: Journal, table: str | None, in_hand: Callable[[], int]) -> None:
         self._journal = journal
         self._table = table
+        self._in_hand = in_hand
         self._runs = 0
         self._ahead = time.monotonic() - anyio.current_time()  # of the event loop's clock, as leases are told by it
 
@@ -68,6 +71,7 @@ class Handler:
         leased = None if message.leased_at is None else message.leased_at + self._ahead
         self._runs = run = self._runs + 1
         facts = {"id": message.id, "receipt": ctx.run_id, "delivery": message.delivery_count, "leased": leased}
+        facts["hand"] = self._in_hand()
         self._journal.note("begun", run=run, **facts)
         how = "cancelled"
         try:
@@ -84,7 +88,7 @@ class Handler:
             raise Reject("as it is meant to be")
         if job.fate is Fate.SECOND and ctx.message.delivery_count == 1:
             raise ValueError("as it is meant to be")
-        if self._table is None:
+        if self._table is None or job.quick:
             await anyio.sleep(job.takes)
             self._journal.note("effect", run=run)
             await self._journal.secure()
@@ -93,10 +97,10 @@ class Handler:
             async with ctx.transaction() as connection:
                 await connection.execute(f"INSERT INTO {self._table} VALUES (%s, %s)", (ctx.request_id, ctx.run_id))
                 await anyio.sleep(job.takes / 2)
-            self._journal.note("effect", run=run)
+            self._journal.note("effect", run=run, committed=True)
 
 
-async def work(setup: Setup) -> int:
+async def work(setup: Setup, name: str) -> int:
     """Work until a signal; the exit status."""
     settings, journal = setup.settings, Journal(setup.journal_path)
     ready = False
@@ -110,19 +114,20 @@ async def work(setup: Setup) -> int:
     def moved(event: GroupStateChanged) -> None:
         nonlocal ready
         if event.new is GroupState.RUNNING:
-            journal.note("ready")
+            journal.note("ready", handlers=handlers)
             ready = True
 
-    handler = Handler(journal, setup.table)
+    handlers = settings.handlers(int(name.rpartition("-")[2]))
     loop = MainLoop(
         setup.mailbox(),
         handle,
-        concurrency=settings.concurrency,
+        concurrency=handlers,
         visibility_timeout=settings.lease,
         wait_time_seconds=5,
         retry=RetryPolicy(initial_delay=0.05, max_delay=1.0),
         dead_letter=DeadLetterPolicy(max_attempts=ATTEMPTS, max_crashes=ATTEMPTS),
     )
+    handler = Handler(journal, setup.table, lambda: loop.in_flight)
     group = LoopGroup([loop], shutdown_timeout=settings.shutdown_timeout, cancel_grace=settings.cancel_grace)
     group.dispatcher.subscribe(MessageFinished, finished)
     group.dispatcher.subscribe(GroupStateChanged, moved)
@@ -192,7 +197,7 @@ async def send(setup: Setup, name: str) -> int:
 
 def main(verb: str, path: str, name: str) -> int:
     setup = Setup(Path(path), name)
-    call = partial(work, setup) if verb == "work" else partial(send, setup, name)
+    call = partial(work if verb == "work" else send, setup, name)
     backend, options = setup.given["loops"][int(name.rpartition("-")[2]) % len(setup.given["loops"])]
     return anyio.run(call, backend=backend, backend_options=options)
 

@@ -17,12 +17,14 @@ if TYPE_CHECKING:
 
 def full(messages: int, seed: int) -> Settings:
     """The settings of a long run: a fault of each kind for every 2,500 messages, and three at least."""
-    return Settings(messages, seed, each=max(3, messages // 2_500))
+    return Settings(messages, seed, each=max(3, messages // 2_500), must_claim_ahead=messages >= 2_000)
 
 
 def short(messages: int, seed: int) -> Settings:
     """Those of a run of seconds: the handlers take longer, so that the faults find somebody at work."""
-    return Settings(messages, seed, each=3, concurrency=8, takes=0.05, ahead=300, quiet=60)
+    return Settings(
+        messages, seed, each=3, concurrency=8, takes=0.05, ahead=300, quiet=60, burst=250, must_claim_ahead=False
+    )
 
 
 async def one(backend: Backend, settings: Settings, directory: Path) -> Outcome:

@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import pytest
-from chaos_history import Progress, runs_of
+from chaos_history import Progress, given_back, runs_of
 from chaos_journal import Journal, Reader
 from chaos_judge import Life
 
 
 def begun(at, run, receipt="r"):
-    return {"what": "begun", "at": at, "run": run, "id": "a", "receipt": receipt, "delivery": 1, "leased": at - 0.1}
+    return {
+        "what": "begun",
+        "at": at,
+        "run": run,
+        "id": "a",
+        "receipt": receipt,
+        "delivery": 1,
+        "leased": at - 0.1,
+        "hand": 3,
+    }
 
 
 def test_a_run_is_put_together():
     lines = [
         begun(1.0, 1),
-        {"what": "effect", "at": 2.0, "run": 1},
+        {"what": "effect", "at": 2.0, "run": 1, "committed": True},
         {"what": "ended", "at": 3.0, "run": 1, "how": "done"},
         {"what": "outcome", "at": 4.0, "receipt": "r", "outcome": "acknowledged"},
     ]
     (run,) = runs_of("worker", lines)
     assert (run.message, run.receipt, run.process) == ("a", "r", "worker")
     assert (run.leased, run.begun, run.effect, run.ended, run.settled) == (0.9, 1.0, 2.0, 3.0, 4.0)
-    assert (run.how, run.outcome) == ("done", "acknowledged")
+    assert (run.how, run.outcome, run.hand, run.committed) == ("done", "acknowledged", 3, True)
     (cut_short,) = runs_of("worker", lines[:2])
     assert (cut_short.ended, cut_short.how, cut_short.settled, cut_short.outcome) == (None, None, None, None)
 
@@ -42,6 +51,15 @@ def test_two_runs_with_one_receipt_are_two():
 
 def test_the_outcome_of_what_was_never_begun_is_nobodys():
     assert runs_of("worker", [{"what": "outcome", "at": 1.0, "receipt": "r", "outcome": "released"}]) == []
+
+
+def test_what_was_given_back_is_counted_if_it_was_never_begun(tmp_path):
+    for name in ("worker-1-0", "worker-1-1", "sender-0"):
+        journal = Journal(tmp_path / f"{name}.jsonl")
+        journal.note("begun", run=1, id="a", receipt="r", delivery=1, leased=None, hand=2)
+        for receipt, outcome in (("r", "released"), ("s", "released"), ("t", "lost")):
+            journal.note("outcome", receipt=receipt, outcome=outcome)
+    assert given_back(tmp_path) == 2
 
 
 @pytest.mark.anyio

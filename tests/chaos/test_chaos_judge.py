@@ -93,16 +93,21 @@ def test_what_still_waits_at_the_end_is_told():
 
 
 def test_an_effect_that_was_committed_twice_is_found():
-    told = history(done("a", 1.0), done("b", 1.0), effects=Counter(a=2, b=1))
+    told = history(done("a", 1.0, committed=True), done("b", 1.0, committed=True), effects=Counter(a=2, b=1))
     verdict = judge(told)
     assert verdict.twice == 1
     assert broken(told) == ["twice"]
 
 
 def test_an_effect_whose_commit_was_told_and_that_is_not_there_is_found():
-    told = history(done("a", 1.0), effects=Counter())
+    told = history(done("a", 1.0, committed=True), effects=Counter())
     assert judge(told).lost == 1
     assert "1 effects were committed and are not there" in broken(told)
+
+
+def test_an_effect_without_a_transaction_needs_no_row():
+    verdict = judge(history(done("a", 1.0), done("b", 1.0, committed=True), effects=Counter(b=1)))
+    assert (verdict.broken, verdict.lost, verdict.twice) == ([], 0, 0)
 
 
 def test_an_effect_that_was_committed_unheard_counts():
@@ -271,3 +276,20 @@ def test_a_worker_that_does_not_handle_signals_yet_ends_by_one():
 
 def test_what_hangs_is_found():
     assert judge(history(hung=["nothing was done for 90 s"])).broken == ["hung: nothing was done for 90 s"]
+
+
+# ----------------------------------------------------------------------------------------------------------- claimed ahead
+
+
+def test_runs_that_began_with_more_than_twice_the_handlers_in_hand_are_counted():
+    told = history(done("a", 1.0, hand=3), done("b", 1.1, hand=2), done("c", 1.2, hand=9), must_claim_ahead=True)
+    told.lives = [life(handlers=1), life("worker-1-1")]
+    verdict = judge(told)
+    assert (verdict.broken, verdict.ahead, verdict.most_ahead) == ([], 2, 9)
+
+
+def test_a_run_in_which_no_loop_claimed_ahead_has_not_tried_it():
+    told = history(done("a", 1.0, hand=32), lives=[life(handlers=16)], must_claim_ahead=True)
+    assert broken(told) == ["no loop claimed ahead"]
+    told.must_claim_ahead = False
+    assert broken(told) == []

@@ -55,6 +55,14 @@ def test_some_jobs_outlast_a_lease_some_fail_and_some_are_rejected():
     assert 0 < sum(delay > 0 for _, delay in jobs) < 500
 
 
+def test_quick_jobs_come_in_bursts_and_half_of_the_workers_can_claim_them_ahead():
+    settings = full(100_000, 3)
+    quick = [job(settings, number)[0].quick for number in range(4 * settings.burst)]
+    assert quick == ([False] * settings.burst + [True] * settings.burst) * 2
+    handlers = [settings.handlers(slot) for slot in range(settings.workers)]
+    assert sorted(handlers) == [1, 1, settings.concurrency, settings.concurrency]
+
+
 def test_a_server_that_is_not_installed_is_told_by_name(tmp_path):
     def missing():
         pytest.skip("no Redis server can be started here")
