@@ -8,8 +8,8 @@ send-100   the sends of 100 concurrent senders
 send-bulk  sends by 1,000 in the documented bulk way
 drain      COUNT pending messages through one worker process, with BEHIND more pending behind them: from the first to the last
            handler run
-drain-default  as drain, by a worker as it is where nothing is said: its own default concurrency and intervals
-pickup     COUNT sends to an idle worker in another process, one about every 20 ms: from the send to the handler
+drain-default  as drain, by a worker as it is where nothing is said: its own default concurrency, intervals and prefetch, and
+           what it keeps of results. Only its log lines of each message are off
 through    COUNT sends to a running worker in another process, 100 of them out at once: from the first handler run to the last,
            which is what both sides and the server do at once
 latency    COUNT sends to a running worker in another process, R of them a second at random instants (a Poisson process): from

@@ -12,17 +12,17 @@ class Streaq(Peer):
     concurrency = (16, 100)
     default = 16
 
-    def _worker(self, handle, concurrency: int = 16):
+    def _worker(self, handle, concurrency: int = 16, **options):
         worker = Worker(redis_url=self.url, concurrency=concurrency, handle_signals=False)
 
-        @worker.task(silent=True, ttl=0, name="job")
+        @worker.task(silent=True, name="job", **options)
         async def job(body: str) -> None:
             handle(body)
 
         return worker, job
 
     async def open(self) -> None:
-        self.worker, self.job = self._worker(None)
+        self.worker, self.job = self._worker(None, ttl=0)
         await self.worker.__aenter__()
 
     async def close(self) -> None:
@@ -35,7 +35,11 @@ class Streaq(Peer):
         await self.worker.enqueue_many([self.job.enqueue(body) for body in bodies])
 
     async def work(self, handle, concurrency: int) -> None:
-        worker, _ = self._worker(handle, concurrency)
+        worker, _ = self._worker(handle, concurrency, ttl=0)
+        await worker.run_async()
+
+    async def work_by_default(self, handle) -> None:
+        worker, _ = self._worker(handle)
         await worker.run_async()
 
 
