@@ -81,6 +81,14 @@ class Alarm:
             self.due = when
             self._alarms.set(self, when)
 
+    def end(self) -> None:
+        """Ring no more, and let go of what it calls."""
+        self.step = _never
+
+
+def _never() -> float:
+    return math.inf
+
 
 class Alarms:
     """Many alarms on one :class:`Periodic`, which their owner runs: a task for each would cost more than what it does."""

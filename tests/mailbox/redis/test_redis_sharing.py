@@ -11,6 +11,7 @@ from functools import partial
 
 import anyio
 import anyio.to_thread
+import hiredis
 import pytest
 
 from mainspring import ConfigError, LoopGroup, MailboxConnectionError, MainLoop, open_mailbox
@@ -258,6 +259,57 @@ async def test_a_mailbox_that_cannot_be_swept_keeps_none_from_it(swept, anyio_ba
         await whole.send("x")
         await soon(lambda: len(got) == 1)
         await soon(lambda: not spoilt.statistics().waiting_receives)
+
+
+async def test_a_mailbox_that_closes_while_the_server_is_away_leaves_the_others_theirs(anyio_backend):
+    """What it still owed is nothing to them."""
+    with RedisServer() as own, place(own.url, fallback_interval=0.05, timeout=0.5) as here:
+        got: list = []
+
+        async def receive(box) -> None:
+            while not got:
+                with suppress(MailboxConnectionError):
+                    got.extend(await box.receive(wait_time_seconds=600))
+
+        async with here.mailbox("stays") as stays:
+            async with here.mailbox("goes") as goes:
+                assert await goes.receive(wait_time_seconds=0.01) == []
+                own.stop(signal.SIGKILL)
+                with suppress(MailboxConnectionError):
+                    await goes.receive(wait_time_seconds=0.01, visibility_timeout=30)
+                await soon(lambda: goes.statistics().unconfirmed)
+            async with anyio.create_task_group() as group:
+                group.start_soon(receive, stays)
+                await anyio.sleep(0.2)
+                own.start()
+                await soon(lambda: stays.statistics().connected)
+                async with here.mailbox("stays") as sender:
+                    await sender.send("x")
+        assert [one.body for one in got] == ["x"]
+
+
+async def test_a_login_that_is_refused_for_a_while_ends_nothing(swept, anyio_backend):
+    for rule in ("on", ">secret", "~*", "&*", "+@all"):
+        swept.call("ACL", "SETUSER", "passing", rule)
+    got: list = []
+
+    async def receive(box) -> None:
+        while not got:
+            with suppress(MailboxConnectionError):
+                got.extend(await box.receive(wait_time_seconds=600))
+
+    async with swept.mailbox(username="passing", password="secret") as mailbox, anyio.create_task_group() as group:
+        group.start_soon(receive, mailbox)
+        await soon(lambda: mailbox.statistics().waiting_receives)
+        swept.call("ACL", "SETUSER", "passing", "off")
+        with suppress(hiredis.ReplyError):
+            swept.call("CLIENT", "KILL", "USER", "passing")
+        await anyio.sleep(0.5)
+        swept.call("ACL", "SETUSER", "passing", "on")
+        await soon(lambda: mailbox.statistics().connected)
+        async with swept.mailbox() as sender:
+            await sender.send("x")
+            await soon(lambda: got)
 
 
 async def test_the_functions_are_loaded_once(anyio_backend):

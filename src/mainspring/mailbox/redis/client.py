@@ -436,6 +436,10 @@ class Batches:
         if self._unconfirmed:
             self._on_unconfirmed()
 
+    def end(self) -> None:
+        """Watch no call any more."""
+        self._watch.end()
+
     def _look_at_call(self) -> float:
         if self._call is None:
             return math.inf

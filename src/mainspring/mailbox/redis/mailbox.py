@@ -177,6 +177,7 @@ class RedisBackend(BatchedBackend):
                 await self._make_known()
                 await self._shared.listener.add(self._subscription)
             except BaseException:
+                self._end_alarms()
                 self._shared.leave(scope)
                 raise
         except BaseException:
@@ -279,11 +280,17 @@ class RedisBackend(BatchedBackend):
                 self._subscription.leave(for_good=True)
             await self._batcher.close()
         finally:
-            self._shared.sweeper.withdraw(self)
+            self._end_alarms()
             await client.close()
             await self._other_nodes.close()
             await self._shared.listener.remove(self._subscription)
             self._shared.leave(self._scope)
+
+    def _end_alarms(self) -> None:
+        self._shared.sweeper.withdraw(self)
+        self._batches.end()
+        for alarm in (self.waiters.alarm, self._sweep_alarm, self._recovery_alarm, self._leave_alarm):
+            alarm.end()
 
     # ----------------------------------------------------------------------------------------------------- messages
 

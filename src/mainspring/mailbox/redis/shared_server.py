@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import anyio
 
 from mainspring.core import process
-from mainspring.errors import MailboxConnectionError
+from mainspring.errors import MailboxConnectionError, MainspringError
 from mainspring.mailbox.redis.client import Client, silence_of
 from mainspring.mailbox.redis.commands import MICRO, FunctionCall, keys_of
 from mainspring.mailbox.redis.connection import LOST
@@ -140,7 +140,7 @@ class Sweeper:
         except TimeoutError:
             await client.abandon()
             silent = silence_of(self._topology.server, timeout, connected=True)
-        except (*LOST, MailboxConnectionError):
+        except (*LOST, MainspringError):  # also a refused login: an operator may be changing it just now
             pass
         finally:
             await client.leave()
