@@ -87,7 +87,8 @@ class _OwnedMailbox:
     """Has one mailbox open until it is told to stop. A mailbox that is still being opened then is given up."""
 
     def __init__(self, mailbox: Mailbox[Any, Any], owner: Owner) -> None:
-        self._tried = anyio.Event()
+        self._tried: anyio.Event | None = anyio.Event()
+        """Set once it is open or has failed; then None, as many mailboxes stay open for long."""
         self._error: Exception | None = None
         self._mailbox = mailbox
         self._owner = owner
@@ -96,13 +97,14 @@ class _OwnedMailbox:
 
     async def wait_opened(self) -> None:
         """Wait until it is open. Raise what the opening raised."""
-        await self._tried.wait()
+        if self._tried is not None:
+            await self._tried.wait()
         if self._error is not None:
             raise self._error
 
     def stop(self) -> None:
         self._told.set()
-        if not self._tried.is_set():
+        if self._tried is not None:
             self._scope.cancel()
 
     async def run(self) -> None:
@@ -114,7 +116,7 @@ class _OwnedMailbox:
                     self._opening_ended()
                     await self._told.wait()
         except Exception as error:
-            if self._tried.is_set():
+            if self._tried is None:
                 raise
             self._error = error
             self._opening_ended()
@@ -124,7 +126,9 @@ class _OwnedMailbox:
 
     def _opening_ended(self) -> None:
         del self._owner.opening[self._mailbox]
+        assert self._tried is not None
         self._tried.set()
+        self._tried = None
 
 
 class _ReplyRouting:

@@ -235,7 +235,7 @@ class PostgresBackend(BatchedBackend):
         self._batcher = self._new_batcher(self._execute, self.undo)
         self._sends: Batcher[Command] | None = None
         self._dedup: DedupSends | None = None
-        self._turns = anyio.Semaphore(WITHIN_CAPACITY)
+        self._turns: anyio.Semaphore | None = None
         shared.add_mailbox(self.name, self._number, self)
 
     def _new_batcher(
@@ -282,10 +282,13 @@ class PostgresBackend(BatchedBackend):
 
     def statistics(self) -> MailboxStatistics:
         shared = self._pool
+        turns = self._turns
         return MailboxStatistics(
             waiting_receives=self.waiters.parked,
-            queued=self._turns.statistics().tasks_waiting + sum(batcher.queued for batcher in self._batchers),
-            in_flight=WITHIN_CAPACITY - self._turns.value + sum(batcher.in_flight for batcher in self._batchers),
+            queued=(turns.statistics().tasks_waiting if turns else 0)
+            + sum(batcher.queued for batcher in self._batchers),
+            in_flight=(WITHIN_CAPACITY - turns.value if turns else 0)
+            + sum(batcher.in_flight for batcher in self._batchers),
             batches=self.polling.polls + sum(batcher.batches for batcher in self._batchers),
             reconnects=shared.connections.reconnects - self._reconnects,
             connected=shared.connections.connected,
@@ -374,6 +377,8 @@ class PostgresBackend(BatchedBackend):
 
     async def _send_within_capacity(self, send: PostgresSend) -> None:
         batch = self._new_batch()
+        if self._turns is None:
+            self._turns = anyio.Semaphore(WITHIN_CAPACITY)
         await send_within_capacity(self._pool, batch, send, self._capacity or 0, self._turns)
         self._notify(batch)
 
