@@ -145,6 +145,8 @@ async def test_an_upgrade_brings_the_functions_of_its_version(place):
     place.execute("DROP FUNCTION SCHEMA.sweep_from")
     place.execute("DROP FUNCTION SCHEMA.try_send_dedup")
     place.execute("DROP FUNCTION SCHEMA.queue_age")
+    place.execute("DROP FUNCTION SCHEMA.poll_all")
+    place.execute("DROP FUNCTION SCHEMA.mailboxes_named")
     with pytest.raises(ConfigError, match=f"has version 1, and this Mainspring needs {schemas.SCHEMA_VERSION}"):
         await place.mailbox(migrate=False).__aenter__()
     async with place.mailbox() as mailbox:
@@ -152,6 +154,23 @@ async def test_an_upgrade_brings_the_functions_of_its_version(place):
         assert [message.body for message in await mailbox.receive(wait_time_seconds=5)] == ["x"]
         assert (await mailbox.counts()).queue_age == 0
     assert place.execute("SELECT version FROM SCHEMA.store") == [(schemas.SCHEMA_VERSION,)]
+
+
+async def test_a_lone_send_that_is_cancelled_holds_up_no_other(place):
+    async with place.mailbox() as mailbox:
+        for steps in range(0, 30, 3):
+            with anyio.CancelScope() as scope:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(mailbox.send, f"cancelled {steps}")
+                    for _ in range(steps):
+                        await anyio.lowlevel.checkpoint()
+                    scope.cancel()
+            with anyio.fail_after(10):
+                await mailbox.send(f"after {steps}")
+        assert mailbox.statistics().in_flight == mailbox.statistics().queued == 0
+        found = [message.body for message in await mailbox.receive(max_messages=100)]
+    assert [body for body in found if body.startswith("after")] == [f"after {steps}" for steps in range(0, 30, 3)]
+    assert len(found) == len(set(found))
 
 
 async def test_serializable_by_default_is_refused(place):
