@@ -205,6 +205,29 @@ async def test_a_message_whose_worker_has_died_puts_none_at_risk_that_has_not_be
     assert anyio.current_time() < 0.15 + 700 * 0.002 / concurrency + 0.1  # no slot has waited meanwhile
 
 
+async def test_while_a_message_runs_whose_worker_has_died_none_is_claimed_ahead(virtual_clock):
+    mailbox = InMemoryMailbox()
+    await mailbox.send("suspect")
+    await mailbox.receive(visibility_timeout=0.1)  # by a worker that dies
+    most: dict[bool, int] = {False: 0, True: 0}
+    suspected = True
+
+    async def handle(job: str) -> None:
+        nonlocal suspected
+        if job == "suspect":
+            await anyio.sleep(1)
+            suspected = False
+        await anyio.sleep(0.001)
+        most[suspected] = max(most[suspected], loop.in_flight)
+
+    loop = MainLoop(mailbox, handle, concurrency=3)
+    await anyio.sleep(0.2)
+    async with background(loop):
+        await mailbox.send_many(["other"] * 3_000)
+        await settled(mailbox)
+    assert most[True] <= 3 < most[False]
+
+
 async def test_an_idle_worker_has_them_at_once(virtual_clock):
     mailbox = InMemoryMailbox()
     await mailbox.send_many(range(100))

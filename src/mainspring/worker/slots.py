@@ -254,6 +254,8 @@ class Slots:
     def __init__(self, concurrency: int, *, ordered: bool, capacity: Capacity | None) -> None:
         self.ahead = ClaimAhead(concurrency)
         self.deliveries: dict[Delivery, None] = {}
+        self.suspects: set[Delivery] = set()
+        """Those whose worker has died before: it may have been their doing. With one in hand nothing is claimed ahead."""
         self.ordered = ordered and capacity is None
         self.leaving = 0
         """How many deliveries have a settlement that was asked for, so that their slots count as free."""
@@ -271,7 +273,7 @@ class Slots:
 
         While each slot has a message, what is claimed ahead is claimed anew when half of it has begun.
         """
-        most = self.ahead.most
+        most = self._concurrency if self.suspects else self.ahead.most
         taken = len(self.deliveries) - min(self.leaving, most) + self.claiming
         if taken >= self._concurrency and 2 * taken > most:
             return 0
@@ -301,6 +303,8 @@ class Slots:
         """Free the slots of deliveries that are settled, or given up."""
         for delivery in deliveries:
             del self.deliveries[delivery]
+        if self.suspects:
+            self.suspects.difference_update(deliveries)
         if self.ordered:
             self.leaving -= len(deliveries)
         if self._capacity is not None:

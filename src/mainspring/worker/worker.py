@@ -301,9 +301,12 @@ class Worker:
                 self._lease.overdue.wake_by(now + OVERDUE)
         self._lease.track(deliveries)
         self._backlog.extend(deliveries)
-        ahead = len(self._backlog) - max(0, self._room())
-        if ahead > 0 and any(message.attempt > 1 and message.crashes for message in messages):
-            self._release_soon(ahead)  # one of them may end this process again, and the others are charged for it
+        suspects = [each for each in deliveries if each.message.delivery.attempt > 1 and each.message.crashes]
+        if suspects:
+            self._slots.suspects.update(suspects)
+            ahead = len(self._backlog) - max(0, self._room())
+            if ahead > 0:  # a suspect may end this process again, and the others are charged for it
+                self._release_soon(ahead)
         if self.admission.open and not self._waking:
             self._wake_slot()
 
