@@ -189,7 +189,7 @@ class Polls:
         return found, polled_at
 
 
-class Listener:
+class PostgresListener:
     """Passes notifications on to the open mailboxes of a process, by their numbers. :meth:`run` is for its owner's task."""
 
     def __init__(self, connections: ConnectionPool, schema: str, polls: Polls) -> None:

@@ -14,7 +14,7 @@ from mainspring.errors import MailboxConnectionError, MailboxError, MainspringEr
 from mainspring.mailbox.postgres import schema as schemas
 from mainspring.mailbox.postgres.commands import Statement, Watermark, call_text
 from mainspring.mailbox.postgres.connection import ConnectionPool
-from mainspring.mailbox.postgres.listener import Listener, Polls
+from mainspring.mailbox.postgres.listener import Polls, PostgresListener
 from mainspring.mailbox.postgres.schema import Maintenance
 from mainspring.redaction import one_line
 from mainspring.runtime.interval import Alarms
@@ -29,7 +29,7 @@ MAX_TRANSACTIONS = 10
 """Handlers of a process in a transaction of their own at once; each has a connection."""
 
 
-class _Opening:
+class _JointOpening:
     """Mailboxes that are opened together, and what came of it: the store's identity and their numbers, or an error."""
 
     __slots__ = ("error", "names", "opened")
@@ -50,9 +50,9 @@ class SharedPool:
         self.single_calls = anyio.Semaphore(MAX_SINGLE_CALLS, fast_acquire=True)
         self.alarms = Alarms()
         self.polls = Polls(self.connections, schema)
-        self.listener = Listener(self.connections, schema, self.polls)
+        self.listener = PostgresListener(self.connections, schema, self.polls)
         self._listens = listens
-        self._openings: dict[bool, _Opening] = {}
+        self._openings: dict[bool, _JointOpening] = {}
         self._opening = anyio.Lock()
         self._users = 0
         self._watermarks: dict[int, Watermark] = {}
@@ -130,7 +130,7 @@ class SharedPool:
 
         Of the callers that come while another one does so, the first does it for all of them.
         """
-        together = self._openings.setdefault(may_migrate, _Opening())
+        together = self._openings.setdefault(may_migrate, _JointOpening())
         together.names.add(name)
         async with self._opening:
             if together.opened is None and together.error is None:

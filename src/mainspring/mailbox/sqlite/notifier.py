@@ -96,7 +96,7 @@ class Heard:
             self.unknown = True
 
 
-class Listener:
+class NotificationSocket:
     """The socket of this process that hears notifications. All methods may be called from any thread; none raises."""
 
     def __init__(self) -> None:

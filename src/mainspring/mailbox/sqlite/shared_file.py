@@ -16,12 +16,12 @@ from mainspring.mailbox import batched
 from mainspring.mailbox.batched import Claim, Command
 from mainspring.mailbox.sqlite.connection import DatabaseFile
 from mainspring.mailbox.sqlite.notifier import Notifier, note_of
-from mainspring.mailbox.sqlite.threads import LOOK_AGAIN, Threads
+from mainspring.mailbox.sqlite.threads import LOOK_AGAIN, FileThreads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from mainspring.mailbox.sqlite.threads import Watcher, Writers
+    from mainspring.mailbox.sqlite.threads import FileWatcher, Writers
     from mainspring.mailbox.sqlite.unit_of_work import UnitOfWork
 
 
@@ -85,7 +85,7 @@ class SharedFile:
 
     def __init__(self, path: str) -> None:
         self.file = DatabaseFile(path)
-        self._threads = Threads.shared()
+        self._threads = FileThreads.shared()
         self._notifier = Notifier(path)
         self._inbox: list[Job] = []
         self._queued = False  # or served
@@ -93,7 +93,7 @@ class SharedFile:
         self._lock = threading.Lock()
         self._waiters: dict[int, list[SQLiteWaiters]] = {}
         self._users = 0
-        self._watcher: Watcher | None = None
+        self._watcher: FileWatcher | None = None
         self._listens_as: str | None = None
         self._wanted = 0.0
         self._owner = os.getpid()

@@ -22,7 +22,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from mainspring.core import clock, process
-from mainspring.mailbox.sqlite.notifier import Listener
+from mainspring.mailbox.sqlite.notifier import NotificationSocket
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -124,12 +124,12 @@ class Writers:
             file.serve(self)
 
 
-class Watcher:
+class FileWatcher:
     """The thread that watches, and the files that it watches."""
 
     def __init__(self) -> None:
         self.writers = Writers(self._interrupt)
-        self._listener = Listener()
+        self._listener = NotificationSocket()
         self._lock = threading.Lock()
         self._files: dict[SharedFile, str] = {}
         self._ended = False
@@ -196,7 +196,7 @@ class Watcher:
         self._listener.close()
 
 
-class Connections:
+class OpenFiles:
     """The files of this process that are connected. Above :data:`KEPT`, those rest that were not used for longest."""
 
     def __init__(self) -> None:
@@ -219,25 +219,25 @@ class Connections:
             self._files.pop(file, None)
 
 
-class Threads:
+class FileThreads:
     """The threads of this process, how many files use them, and the connections of these files."""
 
     def __init__(self) -> None:
-        self.connections = Connections()
+        self.connections = OpenFiles()
         self._lock = threading.Lock()
         self._users = 0
-        self._watcher: Watcher | None = None
+        self._watcher: FileWatcher | None = None
 
     @classmethod
-    def shared(cls) -> Threads:
+    def shared(cls) -> FileThreads:
         """Return those of this process."""
         return process.shared("sqlite threads", "", cls)
 
-    def acquire(self) -> Watcher:
+    def acquire(self) -> FileWatcher:
         """Use them, until :meth:`release`. Raises :class:`RuntimeError` if there are none to be had."""
         with self._lock:
             if self._watcher is None:
-                watcher = Watcher()
+                watcher = FileWatcher()
                 watcher.start()
                 self._watcher = watcher
             self._users += 1
