@@ -301,9 +301,10 @@ class Worker:
                 self._lease.overdue.wake_by(now + OVERDUE)
         self._lease.track(deliveries)
         self._backlog.extend(deliveries)
-        suspects = [each for each in deliveries if each.message.delivery.attempt > 1 and each.message.crashes]
-        if suspects:
-            self._slots.suspects.update(suspects)
+        for delivery in deliveries:
+            if delivery.message.delivery.attempt > 1 and delivery.message.crashes:
+                self._slots.suspects.add(delivery)
+        if self._slots.suspects:
             ahead = len(self._backlog) - max(0, self._room())
             if ahead > 0:  # a suspect may end this process again, and the others are charged for it
                 self._release_soon(ahead)
