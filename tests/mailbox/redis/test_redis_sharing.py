@@ -16,7 +16,7 @@ import pytest
 
 from mainspring import ConfigError, LoopGroup, MailboxConnectionError, MainLoop, open_mailbox
 from mainspring.mailbox.message import Counts
-from redis_support import place, soon
+from redis_support import line_to, place, soon
 from servers import RedisServer
 from support import outcomes
 
@@ -209,6 +209,22 @@ async def test_a_long_poll_that_follows_another_makes_no_call(here, anyio_backen
         assert [one.body for one in await mailbox.receive(wait_time_seconds=600)] == ["y"]
 
 
+async def test_a_mailbox_opened_after_the_last_one_has_closed_is_told_at_once(here, anyio_backend):
+    """However often that happens, it is not taken for a connection that breaks."""
+    got: list = []
+
+    async def receive(mailbox) -> None:
+        got.extend(await mailbox.receive(wait_time_seconds=600))
+
+    async with line_to(here) as line, here.mailbox() as sender, anyio.create_task_group() as group:
+        for number in range(8):
+            async with line.mailbox() as mailbox:
+                group.start_soon(receive, mailbox)
+                await soon(here.waiters)
+                await sender.send(number)
+                await soon(lambda number=number: len(got) == number + 1, 0.25)
+
+
 @pytest.mark.parametrize("goes", ["first", "last"])
 async def test_what_serves_all_goes_on_where_a_mailbox_closes(swept, goes, anyio_backend):
     """Waits end, what is due comes, and a message that woke no process is found."""
@@ -241,6 +257,36 @@ async def test_what_serves_all_goes_on_where_a_mailbox_closes(swept, goes, anyio
                 assert await stays.receive(wait_time_seconds=0.05) == []
                 await sender.send("due", delay=0.05)
                 assert [one.body for one in await stays.receive(wait_time_seconds=600)] == ["due"]
+
+
+async def test_a_sweep_that_is_out_when_its_mailbox_closes_is_made_again(here, anyio_backend):
+    """It would have told of the next instant at which something is due."""
+    got: list = []
+    leave, left = anyio.Event(), anyio.Event()
+
+    async def hold(box, *, task_status) -> None:
+        async with box:
+            task_status.started()
+            await leave.wait()
+        left.set()
+
+    async def receive(box) -> None:
+        got.extend(await box.receive(wait_time_seconds=600))
+
+    async with line_to(here) as line, anyio.create_task_group() as group:
+        await group.start(hold, line.mailbox("goes"))
+        async with line.mailbox("stays") as stays, here.mailbox("stays") as sender:
+            group.start_soon(receive, stays)
+            await soon(lambda: here.waiters("stays"))
+            line.answers.hold()
+            first = await sender.send("cancelled", delay=0.1)
+            await sender.send("due", delay=0.3)
+            await sender.cancel(first)
+            await line.answers.arrived()
+            leave.set()
+            await left.wait()
+            line.answers.let_go()
+            await soon(lambda: [one.body for one in got] == ["due"])
 
 
 async def test_a_mailbox_that_cannot_be_swept_keeps_none_from_it(swept, anyio_backend):

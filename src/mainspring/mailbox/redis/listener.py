@@ -321,8 +321,9 @@ class Listener:
                 await self._close()
 
     async def _listen_once(self, tasks: TaskGroup) -> None:
-        """Listen until the connection is lost, or could not be made."""
+        """Listen until the connection is lost, or could not be made, or the last mailbox has closed it."""
         self._scope = anyio.CancelScope()
+        channel: Channel | None = None
         try:
             await anyio.sleep_until(self._next_try)
             with anyio.fail_after(max((one.timeout for one in self._subscriptions), default=0.0)):
@@ -334,8 +335,9 @@ class Listener:
                 await self._listen(channel, tasks)
             raise MailboxConnectionError("the Redis server has fallen silent, or calls go to another one")
         except (*LOST, MainspringError):
-            with anyio.CancelScope(shield=True, deadline=self._now() + 5):
-                await self._lost()
+            if channel is self._channel:
+                with anyio.CancelScope(shield=True, deadline=self._now() + 5):
+                    await self._lost()
 
     async def _connect(self) -> Channel:
         self._channel = channel = await self._topology.open_channel(TO_LISTEN)

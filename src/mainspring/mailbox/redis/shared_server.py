@@ -102,6 +102,7 @@ class Sweeper:
         self._topology = topology
         self._client: Client | None = None
         self._asked: dict[SweptMailbox, None] = {}
+        self._out: dict[SweptMailbox, None] = {}
         self._wake = anyio.Event()
 
     def ask(self, mailbox: SweptMailbox) -> None:
@@ -112,15 +113,19 @@ class Sweeper:
     def withdraw(self, mailbox: SweptMailbox) -> None:
         """Forget that it asked."""
         self._asked.pop(mailbox, None)
+        self._out.pop(mailbox, None)
 
     async def run(self) -> None:
-        """Sweep until cancelled; what was out then is not swept."""
+        """Sweep until cancelled. What was out then is swept when it runs again."""
         while True:
+            self._asked, self._out = self._out | self._asked, {}
             while self._asked:
                 together = list(self._asked)[:MOST_TOGETHER]
                 for mailbox in together:
                     del self._asked[mailbox]
+                self._out = dict.fromkeys(together)
                 await self._sweep(together)
+                self._out = {}
             self._wake = anyio.Event()
             await self._wake.wait()
 
