@@ -108,7 +108,7 @@ class Trial:
             concurrency=rng.randrange(1, 6),
             visibility_timeout=rng.choice([1, 5, 60]),
             retry=FEW,
-            dead_letter=DeadLetterPolicy(max_attempts=1_000),
+            dead_letter=DeadLetterPolicy(max_attempts=1_000, max_crashes=1_000),
             wait_time_seconds=rng.choice([0, 600]),
         )
         self.messages = rng.randrange(1, 40)
