@@ -28,6 +28,14 @@ OF_A_MAILBOX = [
     "mainspring.mailbox.sqlite", "pathlib", "pydantic", "pydantic_core", "shutil", "ssl", "tempfile", "urllib", "uuid",
 ]  # fmt: skip
 """What comes with the first mailbox or event loop, and not with the names."""
+OF_A_RUN = [
+    "mainspring.events",
+    "mainspring.group.lifetime",
+    "mainspring.telemetry",
+    "mainspring.watchdog",
+    "mainspring.worker.worker",
+]
+"""What only a group or a loop that runs has use for, and a program that sends has not."""
 NAMES = "from mainspring import LoopGroup, MainLoop, open_mailbox"
 USE = f"""{NAMES}
 import sys, anyio
@@ -60,7 +68,7 @@ def test_the_core_names_import_nothing_that_only_some_need():
 
 
 def test_the_names_of_a_service_import_no_feature_and_nothing_of_a_mailbox():
-    assert loaded(NAMES, of=[*FEATURES, *OF_A_MAILBOX]) == set()
+    assert loaded(NAMES, of=[*FEATURES, *OF_A_MAILBOX, *OF_A_RUN]) == set()
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ REFERENCE = HERE.parents[1] / "docs" / "reference"
 REWRITE = f"python tests/{HERE.name}"
 BY_ALL = ("mainspring", "mainspring.session", "mainspring.testing", "mainspring.testing.mailbox_contract")
 BY_CLASS = ("mainspring.errors", "mainspring.events")
+PASSED_ON = "mainspring.core.dispatcher"  # whose names `mainspring.events` has, too
 URLS = ("memory://jobs", "sqlite:///jobs.db", "redis://localhost", "postgresql://localhost/jobs", "nats://localhost")
 PROTOCOLS = {
     "__aenter__": "async with", "__aiter__": "async for", "__await__": "await", "__bool__": "bool()", "__call__": "call",
@@ -165,7 +166,9 @@ def public() -> dict[str, dict[str, Any]]:
         found[path] = {name: getattr(module, name) for name in names}
     for path in BY_CLASS:
         everything = vars(importlib.import_module(path)).items()
-        found[path] = {name: one for name, one in everything if isinstance(one, type) and one.__module__ == path}
+        found[path] = {
+            name: one for name, one in everything if isinstance(one, type) and one.__module__ in (path, PASSED_ON)
+        }
     found["open_mailbox"] = {url.partition("//")[0]: type(mainspring.open_mailbox(url)) for url in URLS}
     for page in sorted(REFERENCE.glob("*.md")):
         for path in re.findall(r"^::: mainspring\.(\S+)\.(\w+)$", page.read_text(encoding="utf-8"), re.MULTILINE):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from mainspring.core.dispatcher import Dispatcher as Dispatcher
     from mainspring.core.state_machine import ServiceState as ServiceState
     from mainspring.errors import BudgetExceededError as BudgetExceededError
     from mainspring.errors import ConfigError as ConfigError
@@ -59,7 +60,6 @@ if TYPE_CHECKING:
     from mainspring.errors import TransactionEndedError as TransactionEndedError
     from mainspring.errors import UnknownEventError as UnknownEventError
     from mainspring.errors import UnknownVersionError as UnknownVersionError
-    from mainspring.events import Dispatcher as Dispatcher
     from mainspring.group.group import LoopGroup as LoopGroup
     from mainspring.mailbox.backend import Backend as Backend
     from mainspring.mailbox.backend import Capabilities as Capabilities
@@ -130,7 +130,7 @@ _HOMES = {
         "SessionError", "SessionFullError", "UnknownEventError", "UnknownVersionError",
     ),
     "runtime.deadline": ("Deadline",),
-    "events": ("Dispatcher",),
+    "core.dispatcher": ("Dispatcher",),
     "group.group": ("LoopGroup",),
     "runtime.heartbeat": ("Heartbeat",),
     "worker.actor": ("LoopActor", "check_health"),

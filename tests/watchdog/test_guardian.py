@@ -20,6 +20,7 @@ import trio.testing
 
 from mainspring.core import process
 from mainspring.errors import ConfigError
+from mainspring.runtime import hard_exit as last_resort
 from mainspring.watchdog import (
     block_watch as guardian,
 )
@@ -28,9 +29,6 @@ from mainspring.watchdog import (
 )
 from mainspring.watchdog import (
     guardian_main as guardian_child,
-)
-from mainspring.watchdog import (
-    hard_exit as last_resort,
 )
 from mainspring.watchdog.block_watch import BlockWatch
 from mainspring.watchdog.guardian import DumpSignal, GuardianProcess

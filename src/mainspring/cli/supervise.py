@@ -32,10 +32,10 @@ from mainspring.cli.user_errors import FAILED, WRONG_USE, say
 from mainspring.core import random
 from mainspring.core.process import signal_child
 from mainspring.policies import RestartPolicy
+from mainspring.runtime.hard_exit import last_words
 from mainspring.runtime.scope import DaemonScope
 from mainspring.runtime.signals import ShutdownCoordinator
 from mainspring.validation import counted
-from mainspring.watchdog.hard_exit import last_words
 
 if TYPE_CHECKING:
     from socket import socket

@@ -13,12 +13,14 @@ from mainspring.core.clock import real_work
 from mainspring.core.introspection import is_async, name_of, ran
 from mainspring.core.run_in_context import run_in
 from mainspring.errors import describe
-from mainspring.events import CheckChanged, Dispatcher
+from mainspring.events import CheckChanged
 from mainspring.runtime.cancellation import SpuriousAsError
 from mainspring.threads.own_thread import OwnThread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+    from mainspring.core.dispatcher import Dispatcher
 
 FRESH = 1.0
 """Seconds for which an answer is good: many probes at once ask the database once."""

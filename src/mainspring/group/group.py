@@ -11,26 +11,23 @@ from typing import TYPE_CHECKING, Any, Self
 import anyio
 
 from mainspring.core import process
+from mainspring.core.dispatcher import Dispatcher
 from mainspring.core.state_machine import GroupState
 from mainspring.errors import ConfigError, LoopNotRunningError
-from mainspring.events import Dispatcher
 from mainspring.group.calibration import all_rules
-from mainspring.group.lifetime import Lifetime
-from mainspring.group.managed_loop import actors_of
 from mainspring.group.settings import GroupSettings, OnCrash
 from mainspring.runtime.scope import DaemonScope
-from mainspring.telemetry import logs
 from mainspring.threads.ticket import Ticket
 from mainspring.validation import is_number
-from mainspring.worker.actor import check_health
+from mainspring.worker.inside import is_inside
 from mainspring.worker.main_loop import MainLoop
-from mainspring.worker.worker import is_inside
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
     from types import TracebackType
 
     from mainspring.group.calibration import Timeouts
+    from mainspring.group.lifetime import Lifetime
     from mainspring.mailbox.mailbox import Mailbox
     from mainspring.policies import RestartPolicy
     from mainspring.runtime.shutdown_report import ShutdownReport
@@ -114,6 +111,8 @@ class LoopGroup:
             guardian=guardian,
             on_crash=on_crash,
         )
+        from mainspring.group.managed_loop import actors_of
+
         self.actors: Sequence[LoopActor] = actors_of(loops)
         """Its loops as actors, which serve control messages while the group runs."""
         self.loops: Sequence[Steerable] = [actor.loop for actor in self.actors]
@@ -187,6 +186,9 @@ class LoopGroup:
     async def _run(
         self, *, owner: bool, keywords: dict[str, Any], until_empty: bool, ready: Callable[[], object]
     ) -> ShutdownReport:
+        from mainspring.group.lifetime import Lifetime  # all that a group starts: only one that runs has use for it
+        from mainspring.telemetry import logs
+
         if self._lifetime is not None:
             raise ConfigError(f"group {self.name!r} is already running; wait for its end, or make a second group")
         for loop in self.loops:  # now, as what follows would change it under the other run
@@ -421,6 +423,8 @@ class LoopGroup:
         A loop that does not answer in time is reported so. Cancelled, it leaves nothing behind. See
         :func:`~mainspring.worker.actor.check_health`.
         """
+        from mainspring.worker.actor import check_health
+
         return await check_health(self.actors, timeout)
 
     def timeouts(self) -> list[Timeouts]:

@@ -32,13 +32,13 @@ from mainspring.group.thread_leaks import ThreadLeaks
 from mainspring.group.until_empty import UntilEmpty
 from mainspring.mailbox.mailbox import Mailbox
 from mainspring.mailbox.ownership import open_in
+from mainspring.runtime.hard_exit import last_words
 from mainspring.runtime.scope import DaemonScope
 from mainspring.runtime.shutdown_report import EXIT_BY_SIGNAL, EXIT_CANCELLED, Ending, PartReport, ShutdownReport
 from mainspring.runtime.signals import ShutdownCoordinator
 from mainspring.threads.entry import AnywhereEvent, Entry
 from mainspring.validation import counted
 from mainspring.watchdog.block_watch import BlockWatch
-from mainspring.watchdog.hard_exit import last_words
 from mainspring.watchdog.watchdog import Watchdog
 from mainspring.worker.actor import ask_all
 from mainspring.worker.adapter import LoopAdapter
@@ -49,7 +49,7 @@ from mainspring.worker.slots import Capacity
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from mainspring.events import Dispatcher
+    from mainspring.core.dispatcher import Dispatcher
     from mainspring.group.settings import GroupSettings
     from mainspring.worker.actor import LoopActor
 

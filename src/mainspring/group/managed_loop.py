@@ -12,7 +12,7 @@ import anyio
 from mainspring.core import random
 from mainspring.core.state_machine import SERVICE, ServiceState, StateMachine, Transition
 from mainspring.errors import ConfigError, TaskExitError
-from mainspring.events import Dispatcher, LoopCrashed, LoopStateChanged, ReceiveFailed, ReceiveRecovered
+from mainspring.events import LoopCrashed, LoopStateChanged, ReceiveFailed, ReceiveRecovered
 from mainspring.runtime.scope import lone_error
 from mainspring.runtime.shutdown_report import Ending, PartReport
 from mainspring.worker.actor import LoopActor
@@ -23,6 +23,7 @@ from mainspring.worker.runnable import AnyRunnable, Runnable
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from mainspring.core.dispatcher import Dispatcher
     from mainspring.policies import RestartPolicy
 
 

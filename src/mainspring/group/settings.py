@@ -10,8 +10,8 @@ from mainspring.core.introspection import check_runs
 from mainspring.errors import ConfigError
 from mainspring.group.calibration import KILL_MARGIN, Timeouts
 from mainspring.policies import RestartPolicy
+from mainspring.runtime.hard_exit import kill_with_words
 from mainspring.validation import is_number, is_whole
-from mainspring.watchdog.watchdog import kill_with_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from mainspring.core import clock
 from mainspring.core.tracebacks import all_stacks, where_thread
+from mainspring.runtime.hard_exit import last_words
 from mainspring.runtime.shutdown_report import Ending, PartReport
-from mainspring.watchdog.hard_exit import last_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

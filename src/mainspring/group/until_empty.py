@@ -13,7 +13,7 @@ from mainspring.runtime.interval import Periodic
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from mainspring.events import Dispatcher
+    from mainspring.core.dispatcher import Dispatcher
     from mainspring.mailbox.mailbox import Mailbox
     from mainspring.worker.runnable import Steerable
 

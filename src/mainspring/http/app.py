@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-    from mainspring.events import Dispatcher
+    from mainspring.core.dispatcher import Dispatcher
     from mainspring.http.depths import Countable
     from mainspring.telemetry.status import GroupStatus, MailboxStatus
 

@@ -17,10 +17,10 @@ from mainspring.core import clock, process
 from mainspring.core.loggers import Logger
 from mainspring.core.tracebacks import all_stacks, describe, in_debugger, place_of, where_thread
 from mainspring.errors import ConfigError
+from mainspring.runtime.hard_exit import kill_self, last_words
 from mainspring.runtime.scope import DaemonScope
 from mainspring.watchdog.guardian import Board, GuardianProcess, dump_signal
 from mainspring.watchdog.guardian_main import Silence, look_interval
-from mainspring.watchdog.hard_exit import kill_self, last_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 
@@ -11,16 +10,15 @@ import anyio
 
 from mainspring.core.introspection import check_plain, unrun
 from mainspring.core.loggers import Logger
-from mainspring.core.tracebacks import all_stacks
 from mainspring.errors import ConfigError, HandlerStalledError
 from mainspring.events import HandlerStalled, HandlerStuck
+from mainspring.runtime.hard_exit import kill_with_words
 from mainspring.runtime.interval import Periodic
-from mainspring.watchdog.hard_exit import kill_self, last_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Mapping
 
-    from mainspring.events import Dispatcher
+    from mainspring.core.dispatcher import Dispatcher
     from mainspring.runtime.heartbeat import Heartbeat
 
 _log = Logger("mainspring")
@@ -175,12 +173,6 @@ class Pardons:
         """Drop what was before ``then``: no subject's silence goes further back."""
         if self._late:
             self._late[:] = [(when, seconds) for when, seconds in self._late if when > then]
-
-
-def kill_with_words(words: str) -> None:
-    """Write ``words`` and the stacks of all threads to standard error, and end this process by SIGKILL."""
-    last_words(lambda: f"{words}\nThe stacks of its threads:\n{all_stacks(without=(threading.get_ident(),))}")
-    kill_self()
 
 
 class Watchdog:

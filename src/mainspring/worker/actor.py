@@ -40,8 +40,8 @@ from mainspring.worker.control import (
     ShutdownNotice,
     ShutdownRequest,
 )
+from mainspring.worker.inside import is_inside
 from mainspring.worker.runnable import AnyRunnable, Runnable, Steerable, stop_in_time
-from mainspring.worker.worker import is_inside
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterable

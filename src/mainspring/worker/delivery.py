@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import anyio
 
@@ -27,7 +27,7 @@ from mainspring.errors import (
 from mainspring.events import MessageStarted
 from mainspring.mailbox import replies
 from mainspring.mailbox.message import Ack, Dead, Nack, history_until, history_with
-from mainspring.policies import DeadLetterPolicy, LeasePolicy, RetryPolicy
+from mainspring.policies import DeadLetterPolicy
 from mainspring.runtime.cancellation import is_spurious_cancellation
 from mainspring.runtime.deadline import deadline_of, enter
 from mainspring.runtime.scope import lone_error
@@ -50,11 +50,12 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Sequence
     from contextvars import Context as CallContext
 
-    from mainspring.events import Dispatcher
+    from mainspring.core.dispatcher import Dispatcher
     from mainspring.mailbox.mailbox import Mailbox
     from mainspring.mailbox.message import Message
     from mainspring.runtime.deadline import Deadline
     from mainspring.runtime.heartbeat import Heartbeat
+    from mainspring.worker.settings import WorkerSettings
 
 
 class Clocks:
@@ -240,19 +241,6 @@ class Delivery:
 
 Wrapper: TypeAlias = "Callable[[Message[Any, Any], Callable[[], Awaitable[Any]]], Awaitable[Any]]"
 """What :meth:`MainLoop.wrap` takes."""
-
-
-class WorkerSettings(NamedTuple):
-    """How a worker handles messages; see :class:`~mainspring.worker.main_loop.MainLoop` for the meaning of each."""
-
-    handler: str = ""
-    concurrency: int = 1
-    retry: RetryPolicy = RetryPolicy()
-    dead_letter: DeadLetterPolicy = DeadLetterPolicy()
-    lease: LeasePolicy = LeasePolicy()
-    handler_timeout: float | None = None
-    wants_context: bool = False
-    in_thread: bool = False
 
 
 class HandlerRuns:

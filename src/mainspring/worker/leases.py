@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from anyio.abc import TaskGroup
 
-    from mainspring.events import Dispatcher
+    from mainspring.core.dispatcher import Dispatcher
     from mainspring.policies import LeasePolicy
     from mainspring.runtime.interval import Alarms
     from mainspring.worker.delivery import Delivery

@@ -10,19 +10,18 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import anyio
 
+from mainspring.core.dispatcher import Dispatcher, Tally
 from mainspring.errors import ConfigError
-from mainspring.events import Dispatcher, Tally
 from mainspring.mailbox.mailbox import Mailbox
 from mainspring.mailbox.ownership import kept_open
 from mainspring.policies import DeadLetterPolicy, LeasePolicy, RetryPolicy
 from mainspring.runtime.heartbeat import Heartbeat
 from mainspring.runtime.scope import DaemonScope
 from mainspring.validation import MAX_VISIBILITY, is_number, is_whole
-from mainspring.worker.control import DrainRequest
-from mainspring.worker.delivery import WorkerSettings
 from mainspring.worker.handler import check_wrapper, inspect_handler
+from mainspring.worker.inside import is_inside
 from mainspring.worker.runnable import stop_in_time
-from mainspring.worker.worker import Worker, is_inside
+from mainspring.worker.settings import WorkerSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from mainspring.worker.delivery import Delivery, Wrapper
     from mainspring.worker.handler import HandlerOf
     from mainspring.worker.slots import Capacity
-    from mainspring.worker.worker import OpenReceive
+    from mainspring.worker.worker import OpenReceive, Worker
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -197,6 +196,8 @@ class MainLoop:
             raise ConfigError(
                 f"loop {self.name!r}: max_iterations must be a whole number from 0, or None, not {max_iterations!r}"
             )
+        from mainspring.worker.worker import Worker  # the engine: a program that only sends has no use for it
+
         worker = Worker(
             self.name,
             self.mailbox,
@@ -251,6 +252,8 @@ class MainLoop:
         """Ask for a shutdown and return: everything :meth:`shutdown` does before it waits. Callable from any thread or
         signal handler."""
         if (actor := self.actor) is not None:
+            from mainspring.worker.control import DrainRequest
+
             actor.tell(DrainRequest())
         else:
             self.stop_intake()
@@ -262,7 +265,7 @@ class MainLoop:
     def stop_intake(self) -> None:
         """Receive no more; what was claimed and not begun is released. In a group, its actor calls it."""
         self._stop_asked = True
-        self._tell(Worker.shut_down)
+        self._tell(lambda worker: worker.shut_down())
 
     def pause(self) -> None:
         """Take no new work until :meth:`resume`; what was claimed and not begun is released, running handlers go on.
@@ -290,7 +293,7 @@ class MainLoop:
 
     def cancel_work(self) -> None:
         """Cancel the running handlers."""
-        self._tell(Worker.cancel_handlers)
+        self._tell(lambda worker: worker.cancel_handlers())
 
     def abort(self) -> None:
         """Cancel the whole run, settlements that hang included."""

@@ -35,7 +35,7 @@ from mainspring.worker.outcome import DONE, LOST, RELEASED, Decision, Outcome, a
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from mainspring.events import Dispatcher, Tally
+    from mainspring.core.dispatcher import Dispatcher, Tally
     from mainspring.mailbox.mailbox import Mailbox
     from mainspring.mailbox.message import Envelope, Message, Settlement
     from mainspring.runtime.heartbeat import Heartbeat

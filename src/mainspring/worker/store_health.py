@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from anyio.abc import TaskGroup
 
-    from mainspring.events import Dispatcher
+    from mainspring.core.dispatcher import Dispatcher
     from mainspring.runtime.interval import Alarms
 
 SILENCE = 10.0

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from contextvars import Context, ContextVar, copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +37,8 @@ from mainspring.runtime.interval import Alarms
 from mainspring.runtime.retry import Retries
 from mainspring.runtime.scope import DaemonScope, first_error
 from mainspring.threads.entry import AnywhereEvent, Entry
-from mainspring.worker.delivery import Delivery, HandlerRuns, WorkerSettings
+from mainspring.worker.delivery import Delivery, HandlerRuns
+from mainspring.worker.inside import context_of
 from mainspring.worker.leases import SETTLE_TIMEOUT, LeaseKeeper
 from mainspring.worker.outcome import DONE, RELEASED, Cause
 from mainspring.worker.settlement import GRACE, Completion, Settler, bounded
@@ -50,12 +50,13 @@ if TYPE_CHECKING:
 
     from anyio.abc import TaskGroup
 
+    from mainspring.core.dispatcher import Dispatcher, Tally
     from mainspring.errors import HandlerStalledError
-    from mainspring.events import Dispatcher, Tally
     from mainspring.mailbox.mailbox import Mailbox
     from mainspring.mailbox.message import Message
     from mainspring.runtime.heartbeat import Heartbeat
     from mainspring.worker.delivery import Wrapper
+    from mainspring.worker.settings import WorkerSettings
     from mainspring.worker.slots import Capacity
 
 RECONNECT_INITIAL = 0.1
@@ -124,7 +125,7 @@ class Worker:
             self._give_back_overdue,
         )  # fmt: skip
         self._handler_runs = HandlerRuns(
-            name, mailbox, call, settings, dispatcher, self._clock, _context_of(self), wrappers
+            name, mailbox, call, settings, dispatcher, self._clock, context_of(self), wrappers
         )
         self._completion = Completion(
             Settler(name, mailbox, dispatcher, self._handler_runs.judge, self.store_health),
@@ -569,24 +570,3 @@ class OpenReceive:
         )
         self.error.__cause__ = error
         self.scope.cancel()
-
-
-def inside() -> Worker | None:
-    """Return the worker whose handler this code runs in (or in a task or thread started by it), or None."""
-    return _inside.get(None)
-
-
-def is_inside(loop: object) -> bool:
-    """True if this code runs in a handler of ``loop`` (see :func:`inside`), whose end it hence cannot wait for."""
-    worker = inside()
-    return worker is not None and getattr(loop, "worker", None) is worker
-
-
-def _context_of(worker: Worker) -> Context:
-    """Return a copy of the present context, in which :func:`inside` is ``worker``."""
-    context = copy_context()
-    context.run(_inside.set, worker)
-    return context
-
-
-_inside: ContextVar[Worker] = ContextVar("mainspring_worker")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from types import TracebackType
 
-    from mainspring.events import DispatchResult
+    from mainspring.core.dispatcher import DispatchResult
     from mainspring.state.session.journal import Journal
     from mainspring.state.session.slices import Values
     from mainspring.state.session.transaction import Transaction

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from mainspring.core.clock import real_work
+from mainspring.core.dispatcher import log_error
 from mainspring.errors import (
     ConfigError,
     JournalDamagedError,
@@ -21,7 +22,6 @@ from mainspring.errors import (
     MainspringError,
     describe,
 )
-from mainspring.events import log_error
 from mainspring.threads.own_thread import OwnThread
 from mainspring.threads.ticket import Ticket
 

@@ -9,8 +9,8 @@ from urllib.parse import unquote, urlsplit
 from anyio.lowlevel import checkpoint
 from typing_extensions import TypeVar
 
+from mainspring.core.dispatcher import Dispatcher
 from mainspring.errors import ConfigError, InvalidParameterError
-from mainspring.events import Dispatcher
 from mainspring.state.session.history import History
 from mainspring.state.session.journal import Journal
 from mainspring.state.session.slices import NOT_GIVEN, Slices
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
     from types import TracebackType
 
-    from mainspring.events import DispatchResult
+    from mainspring.core.dispatcher import DispatchResult
     from mainspring.state.session.slices import Reducer
 
     Where: TypeAlias = str | os.PathLike[str] | Journal

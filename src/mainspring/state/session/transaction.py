@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import anyio
 
+from mainspring.core.dispatcher import DispatchResult
 from mainspring.errors import ConfigError, ReducerError, SessionClosedError
-from mainspring.events import DispatchResult
 from mainspring.state.session.records import entry_of_events
 from mainspring.state.session.writer import AppliedEvent, Change, Ignored, refused
 from mainspring.threads.ticket import Ticket

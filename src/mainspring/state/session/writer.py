@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import anyio
 
+from mainspring.core.dispatcher import DispatchResult, log_error
 from mainspring.core.loggers import Logger
 from mainspring.core.process import call_soon, event_loop, identity
 from mainspring.errors import (
@@ -27,7 +28,6 @@ from mainspring.errors import (
     copied,
     describe,
 )
-from mainspring.events import DispatchResult, log_error
 from mainspring.redaction import one_line
 from mainspring.state.session.records import entry_of_events
 from mainspring.state.session.slices import check_event_type
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from contextvars import Context
 
-    from mainspring.events import Dispatcher
+    from mainspring.core.dispatcher import Dispatcher
     from mainspring.state.session.journal import Journal, JournalCalls
     from mainspring.state.session.records import EventCodecs
     from mainspring.state.session.slices import Slices, Values

@@ -8,6 +8,8 @@ import sys
 import threading
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
+from mainspring.core.tracebacks import all_stacks
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -36,6 +38,12 @@ def kill_self() -> NoReturn:
     """
     os.kill(os.getpid(), signal.SIGKILL)
     os._exit(128 + signal.SIGKILL)
+
+
+def kill_with_words(words: str) -> None:
+    """Write ``words`` and the stacks of all threads to standard error, and end this process by SIGKILL."""
+    last_words(lambda: f"{words}\nThe stacks of its threads:\n{all_stacks(without=(threading.get_ident(),))}")
+    kill_self()
 
 
 def _speak(text: Callable[[], str], stream: TextIO | None) -> None:

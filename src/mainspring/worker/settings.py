@@ -1,0 +1,20 @@
+"""How a worker handles messages, as its ``MainLoop`` was told."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from mainspring.policies import DeadLetterPolicy, LeasePolicy, RetryPolicy
+
+
+class WorkerSettings(NamedTuple):
+    """How a worker handles messages; see :class:`~mainspring.worker.main_loop.MainLoop` for the meaning of each."""
+
+    handler: str = ""
+    concurrency: int = 1
+    retry: RetryPolicy = RetryPolicy()
+    dead_letter: DeadLetterPolicy = DeadLetterPolicy()
+    lease: LeasePolicy = LeasePolicy()
+    handler_timeout: float | None = None
+    wants_context: bool = False
+    in_thread: bool = False
