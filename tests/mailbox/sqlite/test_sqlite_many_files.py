@@ -14,6 +14,7 @@ import apsw
 import pytest
 
 from mainspring.mailbox.message import Counts
+from mainspring.mailbox.sqlite import schema as sql
 from mainspring.mailbox.sqlite.mailbox import SQLiteMailbox
 from mainspring.mailbox.sqlite.notifier import Heard
 from mainspring.mailbox.sqlite.threads import KEPT, WRITERS
@@ -128,6 +129,73 @@ async def test_files_that_are_locked_hold_up_no_other(many):
         for connection in held:
             connection.close()
     assert len(sent) == 2 * WRITERS
+
+
+class SlowFile(apsw.VFSFile):
+    def __init__(self, held, name, flags):
+        super().__init__("unix", name, flags)
+        self._held = held
+
+    def xSync(self, flags):
+        self._held()
+        super().xSync(flags)
+
+    def xClose(self):
+        self._held()
+        super().xClose()
+
+
+class SlowFiles(apsw.VFS):
+    """Files of which some wait, as they are synced and closed, while ``free`` is not set."""
+
+    def __init__(self, name, slow, makedefault=False):
+        super().__init__(name, "unix", makedefault=makedefault)
+        self._slow = slow
+        self.waits = threading.Event()
+        self.free = threading.Event()
+        self.free.set()
+
+    def xOpen(self, name, flags):
+        path = name if isinstance(name, str) else name.filename()
+        return SlowFile(self._wait if self._slow in path else int, name, flags)
+
+    def _wait(self):
+        if not self.free.is_set():
+            self.waits.set()
+            self.free.wait(60)
+
+
+async def test_what_is_in_the_log_but_not_committed_is_seen_once_it_is(tmp_path, anyio_backend, monkeypatch):
+    """Another process waits for the disk in its COMMIT, and its notification is lost."""
+    monkeypatch.setattr("mainspring.mailbox.sqlite.threads.LOOK_AGAIN", 0.1)
+    disk = SlowFiles("slow", "-wal")
+    received = []
+    try:
+        async with SQLiteMailbox(tmp_path / "a.db") as mailbox, anyio.create_task_group() as tasks:
+            await mailbox.send("x")
+            (held,) = await mailbox.receive()
+
+            async def receive():
+                received.extend(await mailbox.receive(wait_time_seconds=60))
+
+            tasks.start_soon(receive)
+            await until(lambda: mailbox.statistics().waiting_receives)
+            with closing(apsw.Connection(mailbox.path, vfs="slow")) as other:
+                other.execute("PRAGMA synchronous = full; BEGIN IMMEDIATE")
+                other.execute(sql.UNLEASE, (f"[{held.receipt_handle}]", 1))
+                other.execute("DELETE FROM leases; UPDATE mailboxes SET in_flight = 0, pending = 1 WHERE id = 1")
+                disk.free.clear()
+                commit = threading.Thread(target=other.execute, args=("COMMIT",))
+                commit.start()
+                await until(disk.waits.is_set)
+                await anyio.sleep(0.5)  # several looks at the file
+                assert received == []
+                disk.free.set()
+                commit.join()
+                await until(lambda: received)
+    finally:
+        disk.free.set()
+        disk.unregister()
 
 
 async def test_a_log_beside_a_file_that_is_gone_is_not_taken_for_that_of_a_new_one(tmp_path, anyio_backend):

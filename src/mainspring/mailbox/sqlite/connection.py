@@ -117,12 +117,27 @@ class DatabaseFile:
         try:
             self._check_identity()
             connection = self._connection or self._open()
-            state = self._state()  # before: what is written meanwhile may be seen, or not
-            self._seen = Seen(state, *look(connection, waited_on))
+            alone = self._state() is not None and self._lock_out_writers(connection)
+            try:
+                self._seen = Seen(self._state() if alone else None, *look(connection, waited_on))
+            finally:
+                if alone:
+                    _roll_back(connection)
         except Exception as error:  # the thread must outlive it
             self._after_trouble(error)
             return None
         return self._seen
+
+    def _lock_out_writers(self, connection: apsw.Connection) -> bool:
+        """Begin a transaction if no process is in one that writes: what it has in the log already cannot be seen yet."""
+        connection.set_busy_handler(None)
+        try:
+            connection.execute("BEGIN IMMEDIATE")
+        except apsw.Error:
+            return False
+        finally:
+            connection.set_busy_handler(self._busy)
+        return True
 
     def has_changed(self) -> bool:
         """True unless nothing was written since the last :meth:`look`, by any process. Any thread may ask."""
