@@ -22,6 +22,7 @@ from mainspring.mailbox.sqlite.threads import KEPT, WRITERS
 pytestmark = pytest.mark.anyio
 
 MANY = KEPT + 40
+LOCKED = 80
 
 
 @pytest.fixture
@@ -110,7 +111,7 @@ async def test_what_becomes_due_in_a_file_that_rests_is_received(many, tmp_path)
 @pytest.mark.slow
 async def test_files_that_are_locked_hold_up_no_other(many):
     """More of them than there are threads."""
-    held = [apsw.Connection(mailbox.path) for mailbox in many[: 2 * WRITERS]]
+    held = [apsw.Connection(mailbox.path) for mailbox in many[:LOCKED]]
     for connection in held:
         connection.execute("BEGIN IMMEDIATE")
     sent = []
@@ -119,16 +120,16 @@ async def test_files_that_are_locked_hold_up_no_other(many):
         sent.append(await mailbox.send("late"))
 
     async with anyio.create_task_group() as tasks:
-        for mailbox in many[: 2 * WRITERS]:
+        for mailbox in many[:LOCKED]:
             tasks.start_soon(send, mailbox)
         await anyio.sleep(0.05)
         with anyio.fail_after(4):  # less than the locked ones wait
-            for mailbox in many[2 * WRITERS :][:20]:
+            for mailbox in many[LOCKED:][:20]:
                 await mailbox.send("soon")
         assert sent == []
         for connection in held:
             connection.close()
-    assert len(sent) == 2 * WRITERS
+    assert len(sent) == LOCKED
 
 
 class SlowFile(apsw.VFSFile):
@@ -163,6 +164,22 @@ class SlowFiles(apsw.VFS):
         if not self.free.is_set():
             self.waits.set()
             self.free.wait(60)
+
+
+async def test_a_file_that_hangs_as_it_is_put_to_rest_holds_up_no_other(tmp_path, anyio_backend):
+    disk = SlowFiles("slow", "/0.db", makedefault=True)
+    try:
+        with anyio.fail_after(30):
+            async with AsyncExitStack() as stack:
+                await stack.enter_async_context(SQLiteMailbox(tmp_path / "0.db"))
+                disk.free.clear()
+                stack.callback(disk.free.set)
+                for number in range(1, KEPT + 10):
+                    await stack.enter_async_context(SQLiteMailbox(tmp_path / f"{number}.db"))
+                await until(disk.waits.is_set)
+    finally:
+        disk.free.set()
+        disk.unregister()
 
 
 async def test_what_is_in_the_log_but_not_committed_is_seen_once_it_is(tmp_path, anyio_backend, monkeypatch):

@@ -177,7 +177,7 @@ class DatabaseFile:
 
     def rest(self, waited_on: Sequence[int]) -> None:
         """Disconnect until the file is used again. The log is left as it is; what there is to claim is remembered."""
-        if self.look(waited_on) is not None and self._connection is not None:
+        if self._connection is not None and self.look(waited_on) is not None:
             self._connection.config(apsw.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, 1)
             self._rested = True
             self.close()

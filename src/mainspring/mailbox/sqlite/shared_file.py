@@ -31,6 +31,12 @@ class Look(Command):
     __slots__ = ()
 
 
+class Rest(Command):
+    """Disconnect until the file is used again."""
+
+    __slots__ = ()
+
+
 class SQLiteWaiters(batched.Waiters):
     """The receives of one mailbox object that wait, as the store's threads see them.
 
@@ -89,7 +95,6 @@ class SharedFile:
         self._notifier = Notifier(path)
         self._inbox: list[Job] = []
         self._queued = False  # or served
-        self._turn = threading.Lock()  # of the thread that uses the connection
         self._lock = threading.Lock()
         self._waiters: dict[int, list[SQLiteWaiters]] = {}
         self._users = 0
@@ -142,6 +147,10 @@ class SharedFile:
         with self._lock:
             self._put(job)
 
+    def rest(self) -> None:
+        """Have it disconnected, in a turn of its own: its disk may hang, and holds up no other file."""
+        self.submit(Job((Rest(),), clock.boot_time, 0.0))
+
     def _put(self, job: Job) -> None:
         self._inbox.append(job)
         self._take_turn()
@@ -192,13 +201,12 @@ class SharedFile:
         while True:
             with self._lock:
                 jobs, self._inbox = self._inbox, []
-            with self._turn:
-                self._transact(jobs)
-                left = not self._users and self._left()
-                if self.file.log_is_long and not left:
-                    _finish(jobs)
-                    jobs = []
-                    self.file.checkpoint_log()
+            self._transact(jobs)
+            left = not self._users and self._left()
+            if self.file.log_is_long and not left:
+                _finish(jobs)
+                jobs = []
+                self.file.checkpoint_log()
             if self.file.connected:
                 self._threads.connections.used(self)
             with self._lock:
@@ -211,30 +219,20 @@ class SharedFile:
             if not goes_on:
                 return
 
-    def rest(self) -> bool:
-        """Disconnect until the file is used again. Return False if it is being used just now."""
-        if not self._turn.acquire(blocking=False):
-            return False
-        try:
-            with self._lock:
-                waited_on = list(self._waiters)
-            self.file.rest(waited_on)
-        finally:
-            self._turn.release()
-        return True
-
     def _transact(self, jobs: list[Job]) -> None:
         commands = jobs[0].commands if len(jobs) == 1 else [command for job in jobs for command in job.commands]
-        looks = [command for command in commands if type(command) is Look]
-        if looks:
-            commands = [command for command in commands if type(command) is not Look]
+        kinds = {type(command) for command in commands}
+        if Look in kinds or Rest in kinds:
+            commands = [command for command in commands if type(command) not in (Look, Rest)]
         work = None
         if commands and not self._has_nothing_for(commands, jobs[0]):
             work = self.file.run(commands, jobs[0].boot, max(job.wall for job in jobs))
         if work is not None:
             self._tell(work, jobs[0].real)
-        if looks:
+        if Look in kinds:
             self._look()
+        if Rest in kinds:
+            self.file.rest(self._waited_on())
 
     def _has_nothing_for(self, commands: Sequence[Command], job: Job) -> bool:
         """Answer claims that can find nothing, without opening the file. Return False if there may be something to do."""
@@ -316,10 +314,12 @@ class SharedFile:
                     waiters.announced = soonest
                     process.call_soon(waiters.loop, partial(waiters.due_in, max(soonest - boot, SOONEST)))
 
-    def _look(self) -> None:
+    def _waited_on(self) -> list[int]:
         with self._lock:
-            waited_on = list(self._waiters)
-        seen = self.file.look(waited_on)
+            return list(self._waiters)
+
+    def _look(self) -> None:
+        seen = self.file.look(self._waited_on())
         if seen is None:
             with self._lock:
                 self._wake_all()  # those who wait shall hear what is wrong

@@ -2,8 +2,8 @@
 
 Files that have jobs queue for the writer threads. A thread serves one file at a time, and a file is served by one thread at
 a time. There is one thread, and as files queue up to :data:`WRITERS`: their waits for the disk then overlap. A thread can be
-held up, by another process that has the file locked or by a disk that hangs. If files queue and no thread has taken one
-for :data:`HELD_UP` seconds, there is one thread more, until it has nothing to do. So a file waits for no other one.
+held up, by another process that has the file locked or by a disk that hangs. If files queue and no turn has ended for
+:data:`HELD_UP` seconds, there are twice as many threads, until these have nothing to do. So a file waits for no other one.
 
 The watcher hears the notifications of other processes, and looks once a second at the files on which receives wait: a
 notification can be lost. It sees from the time of the log whether a file has changed, and has a writer thread look into a file
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 WRITERS = 2
 """How many writer threads there are at most while none is held up."""
 HELD_UP = 0.05
-"""Seconds for which files queue without one being served, until there is one more thread."""
+"""Seconds for which files queue without a turn that ends, until there are more threads."""
 KEPT = 64
 """How many connections a process keeps. Each takes some 300 KiB and three descriptors, and half a millisecond to open."""
 IDLE = 5.0
@@ -52,7 +52,7 @@ class Writers:
         self._lock = threading.Lock()
         self._threads = 0
         self._files = 0  # that are queued or served
-        self._turns = 0  # that have begun
+        self._turns = 0  # that have ended
         self._seen = (0, 0.0)
 
     def start(self) -> None:
@@ -91,7 +91,7 @@ class Writers:
         return not self._queue.empty()
 
     def help(self, now: float) -> bool:
-        """Start a thread if files queue and no turn has begun for :data:`HELD_UP` seconds. Return True if files queue."""
+        """Double the threads if files queue and no turn has ended for :data:`HELD_UP` seconds. Return True if files queue."""
         with self._lock:
             if self._queue.empty():
                 return False
@@ -101,7 +101,8 @@ class Writers:
             elif now - since >= HELD_UP:
                 self._seen = (turns, now)
                 with contextlib.suppress(RuntimeError):
-                    self._start_one()
+                    for _ in range(min(self._threads, self._queue.qsize())):
+                        self._start_one()
             return True
 
     def _start_one(self) -> None:
@@ -120,8 +121,8 @@ class Writers:
                 return
             if file is None:
                 return
-            self._turns += 1
             file.serve(self)
+            self._turns += 1
 
 
 class FileWatcher:
@@ -209,9 +210,10 @@ class OpenFiles:
             self._files.pop(file, None)
             self._files[file] = None
             spare = list(islice(self._files, max(0, len(self._files) - KEPT)))
+            for other in spare:
+                del self._files[other]
         for other in spare:
-            if other.rest():
-                self.left(other)
+            other.rest()
 
     def left(self, file: SharedFile) -> None:
         """Note that a file is not connected any more."""
