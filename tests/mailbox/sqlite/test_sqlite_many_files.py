@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import sys
@@ -213,6 +214,30 @@ async def test_what_is_in_the_log_but_not_committed_is_seen_once_it_is(tmp_path,
     finally:
         disk.free.set()
         disk.unregister()
+
+
+async def test_a_file_that_is_being_made_has_no_name_yet(tmp_path, anyio_backend, monkeypatch):
+    """So a process that is killed meanwhile leaves nothing."""
+    names = []
+    fsync = os.fsync
+
+    def note(descriptor):
+        names.append(os.listdir(tmp_path))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    async with SQLiteMailbox(tmp_path / "a.db"):
+        assert names == [[]]
+
+
+async def test_a_file_is_made_where_the_file_system_makes_none_without_a_name(tmp_path, anyio_backend, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(errno.EOPNOTSUPP, "not supported")
+
+    monkeypatch.setattr(os, "link", refuse)
+    async with SQLiteMailbox(tmp_path / "a.db") as mailbox:
+        await mailbox.send("x")
+    assert os.listdir(tmp_path) == ["a.db"]
 
 
 async def test_a_log_beside_a_file_that_is_gone_is_not_taken_for_that_of_a_new_one(tmp_path, anyio_backend):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import apsw
 
-from mainspring.core import clock, random
+from mainspring.core import clock
 from mainspring.errors import ConfigError, MailboxConnectionError, MailboxError, MainspringError
 from mainspring.mailbox.batched import Open
 from mainspring.mailbox.sqlite import schema as sql
@@ -401,18 +401,23 @@ def _roll_back(connection: apsw.Connection) -> None:
 
 
 def _make(path: str) -> None:
-    """Make a mailbox file that is whole from its first moment on. What prevents that, SQLite will tell."""
-    new = f"{path}-new-{random.token()}"
+    """Make a mailbox file that is whole from its first moment on; until then it has no name, and ends with this process.
+
+    What prevents that, SQLite will tell; on a file system that has no files without a name, it makes the file.
+    """
     with contextlib.suppress(OSError):
-        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        folder = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            with open(descriptor, "wb") as file:
+            with open(os.open(".", os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC, 0o644, dir_fd=folder), "wb") as file:
                 file.write(_new_file(clock.boot_id()))
                 file.flush()
-                os.fsync(descriptor)
-            os.link(new, path)  # unless another process has made one meanwhile
+                os.fsync(file.fileno())
+                here = f"/proc/self/fd/{file.fileno()}"
+                os.link(
+                    here, path, dst_dir_fd=folder, follow_symlinks=True
+                )  # unless another process has made one meanwhile
         finally:
-            os.unlink(new)
+            os.close(folder)
 
 
 @lru_cache(maxsize=1)
