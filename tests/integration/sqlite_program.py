@@ -58,7 +58,7 @@ async def wait(path: str) -> None:
 
 async def look(path: str) -> None:
     """One long poll after the other, without a bell."""
-    sqlite_notifier.Listener.add = lambda self, directory: ""
+    sqlite_notifier.NotificationSocket.add = lambda self, directory: ""
     await _poll(path)
 
 

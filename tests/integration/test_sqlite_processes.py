@@ -100,11 +100,13 @@ def test_sigkill_at_any_instant_loses_nothing(path, start):
     chance = random.Random(5)
     lines: list[str] = []
     for _ in range(4):
+        last = start("send")  # so that the workers have something to say when the other senders are dead
         senders = [start("send") for _ in range(2)]
         workers = [start("work") for _ in range(2)]
         for process in chance.sample(senders + workers, 4):
             process.wait_for(chance.randrange(20, 400))
             lines += process.kill()
+        lines += last.kill()
 
     said = Counter(line.split()[0] for line in lines)
     sent = [line.split()[1] for line in lines if line.startswith("sent ")]
