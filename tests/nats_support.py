@@ -126,7 +126,7 @@ class Place:
         self.lines = []
 
     def box(self, name="jobs", *, over=None, **options):
-        """An unopened mailbox, on a connection of its own: to the server, or ``over`` a line."""
+        """An unopened mailbox: on the server, or ``over`` a line, which makes it another connection."""
         return NatsMailbox(self.url if over is None else over.url, name=f"{self.prefix}-{name}", **options)
 
     def names(self, name="jobs"):

@@ -15,7 +15,7 @@ import redis_support
 from mainspring import LoopGroup, MailboxConnectionError, MainLoop, open_mailbox
 from mainspring.core import random
 from mainspring.mailbox.limits import SILENCE
-from mainspring.mailbox.nats import connection as nats_connection
+from mainspring.mailbox.nats import shared_client as nats_client
 from mainspring.mailbox.postgres import connection as postgres_connection
 from mainspring.mailbox.postgres import listener as postgres_listener
 from mainspring.mailbox.redis import listener as redis_listener
@@ -133,7 +133,7 @@ def test_with_defaults_the_bound_holds_whenever_the_silence_begins() -> None:
     look = postgres_listener.POLL_INTERVAL + (2 * postgres_connection.WATCH + postgres_connection.ANSWER) * SILENCE
     listener = (postgres_listener.QUIET + postgres_listener.ANSWER + postgres_connection.ANSWER) * SILENCE
     assert max(look, listener) <= 9
-    assert 3 * nats_connection.PING_SHARE * SILENCE <= 9
+    assert 3 * nats_client.PING_SHARE * SILENCE <= 9
 
 
 @pytest.mark.parametrize("fault", ["cut", "short silence"])

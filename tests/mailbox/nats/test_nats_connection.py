@@ -19,7 +19,7 @@ from nats.aio.client import Client
 from mainspring import open_mailbox
 from mainspring.errors import ConfigError, MailboxClosedError, MailboxConnectionError
 from mainspring.mailbox.message import Counts
-from mainspring.mailbox.nats import connection as nats_connection
+from mainspring.mailbox.nats import connection, shared_client
 from mainspring.mailbox.nats.client import STATE, STEPS, StrictClient, check_driver
 from mainspring.mailbox.nats.mailbox import NatsMailbox
 from nats_support import place, reconnected
@@ -387,7 +387,8 @@ async def lost(box, body):
 @pytest.mark.slow
 async def test_a_close_does_not_wait_for_one_who_takes_nothing(here, monkeypatch):
     """What is still to be written stands in the way of the driver's own close: it is dropped, and its tasks end."""
-    monkeypatch.setattr(nats_connection, "CLOSE_TIMEOUT", 0.4)
+    for module in (connection, shared_client):
+        monkeypatch.setattr(module, "CLOSE_TIMEOUT", 0.4)
     line = await here.line()
     box = here.box(over=line, timeout=2)
     before = asyncio.all_tasks()

@@ -22,6 +22,9 @@ that is lost fails at once with :class:`MailboxConnectionError`. What it asked f
 was not answered is "unsure", and the same settlement succeeds when it is made again. The connection is made anew in the
 background; recovery then repairs what a killed server has forgotten (``scheduler.py``).
 
+The mailboxes of a process and event loop share one connection (``shared_client.py``). Each has requests, pull requests and
+subscriptions of its own on it. A mailbox that closes ends only these.
+
 A message's way: ``mailbox.py`` (the backend), ``sends.py``, ``streams.py``, ``connection.py``, ``client.py`` (the driver), and
 back through ``claims.py`` and ``settlements.py``.
 """

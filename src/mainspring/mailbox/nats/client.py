@@ -60,6 +60,14 @@ class PullEndedError(GoneError):
     """A pull request was refused, or did not end: its consumer may be gone."""
 
 
+class RefusedError(Exception):
+    """Every server refuses. ``refusals`` are what the driver said of each."""
+
+    def __init__(self, refusals: Sequence[Exception]) -> None:
+        super().__init__("every NATS server refuses")
+        self.refusals = refusals
+
+
 NO_STREAM = 10059
 NO_CONSUMER = 10014
 
@@ -99,6 +107,8 @@ def translated(error: Exception, name: str, servers: Sequence[str], told: str) -
     """Translate an exception of the driver. ``servers`` are the servers that were tried, if there was no connection yet."""
     if isinstance(error, MainspringError):
         return error
+    if isinstance(error, RefusedError):
+        return no_connection(name, servers, error.refusals)
     if isinstance(error, MaxPayloadError):
         return SerializationError(f"{name}: the message is larger than the server takes (max_payload)")
     what = "the connection to the NATS server is lost"
@@ -381,12 +391,13 @@ def check_driver(client: Client, driver: type[Client] = Client) -> None:
 
 
 class StrictClient(Client):
-    """The driver's client, changed in three ways.
+    """The driver's client, changed in four ways.
 
     - The driver treats ``tls://`` and ``nats://`` alike: it encrypts if the server asks for it, and else sends user and
       password in the clear. This client insists on TLS.
     - The driver has a task and a queue for each subscription, which cost more than the rest of the work on most messages. This
       client calls a function.
+    - Where the server says why it hangs up, the driver gives up. This client connects anew.
     - If a server stands still, the driver waits without end, to write and to close. Here each step has a deadline.
     """
 
@@ -484,11 +495,14 @@ class StrictClient(Client):
         return None
 
     async def _process_err(self, err_msg: str) -> None:
-        """Handle an error that the server sends. It hangs up then, unless the user may not do something."""
-        if STALE_CONNECTION not in err_msg and PERMISSIONS_ERR not in err_msg:  # the driver reports these itself
-            await self._error_cb(Error(f"the server said {err_msg or 'an error without words'}"))
-            self._let_go()
-        await super()._process_err(err_msg)
+        """Handle an error that the server sends. It hangs up then, unless the user may not do something.
+
+        The driver would close the connection for good, but for these two; it is made anew instead.
+        """
+        if STALE_CONNECTION in err_msg or PERMISSIONS_ERR in err_msg:
+            await super()._process_err(err_msg)
+        else:
+            await self._process_op_err(Error(f"the server said {err_msg or 'an error without words'}"))
 
     async def _process_op_err(self, e: Exception) -> None:
         """Handle a lost connection."""

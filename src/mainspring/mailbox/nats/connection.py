@@ -1,4 +1,5 @@
-"""The connection to a NATS server: pipelined calls with a deadline each, and pull requests that can be cancelled."""
+"""A mailbox's part of the connection to a NATS server: pipelined calls with a deadline each, and pull requests that can be
+cancelled."""
 
 from __future__ import annotations
 
@@ -7,35 +8,29 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import anyio
-from nats.errors import StaleConnectionError
 
 from mainspring.core.clock import loop_clock
 from mainspring.core.process import event_loop
 from mainspring.errors import MailboxClosedError, MailboxConnectionError, MailboxError, MainspringError, describe
-from mainspring.mailbox.limits import CLOSE_TIMEOUT, COURTESY, SILENCE
+from mainspring.mailbox.limits import CLOSE_TIMEOUT
 from mainspring.mailbox.nats.client import (
     ApiError,
     NoResponderError,
     NotAllowedError,
     PullEndedError,
-    StrictClient,
-    denied_subject,
-    no_connection,
     parse,
     translated,
 )
-from mainspring.runtime.retry import Retries
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from mainspring.mailbox.nats.client import RawMessage
+    from nats.aio.subscription import Subscription
+
+    from mainspring.mailbox.nats.client import RawMessage, StrictClient
+    from mainspring.mailbox.nats.shared_client import SharedClient
 
 
-RECONNECT_WAIT = 0.2
-"""Seconds between two tries to reach a server again."""
-PING_SHARE = 0.3
-"""The share of the allowed silence between two pings. Two may be unanswered; at the third the connection is given up."""
 _TIMEOUT_INTERVAL = 0.25
 """Seconds between two checks for requests that took too long."""
 
@@ -55,37 +50,31 @@ class _NoAnswer(NamedTuple):
 
 
 class NatsConnection:
-    """One connection, for one mailbox, on asyncio. It reconnects by itself; requests that are out when it breaks fail at once.
+    """One mailbox's part of a connection, on asyncio. Its requests that are out when the connection breaks fail at once.
 
-    :param servers: their URLs.
-    :param options: further options of the driver's ``connect``.
-    :param timeout: seconds that a request may take.
-    :param name: the name shown in the server's monitoring.
-    :param silence: seconds without an answer after which the connection is given up.
+    :param shared: the connection, which other mailboxes may use too.
+    :param name: of the mailbox, for errors.
     """
 
-    def __init__(
-        self, servers: Sequence[str], options: dict[str, Any], timeout: float, name: str, silence: float = SILENCE
-    ) -> None:
-        self._servers = list(servers)
-        self._options = options
-        self.timeout = timeout
+    def __init__(self, shared: SharedClient, name: str) -> None:
+        self._shared = shared
         self._name = name
-        self._silence = silence
-        self._client: StrictClient | None = None
+        self.timeout = shared.timeout
+        """Seconds that a request may take."""
+        self.creations = shared.creations
+        """Held while a stream or a consumer is created."""
         self._pending: dict[int, tuple[Any, float, str]] = {}
         self._denied: NotAllowedError | None = None
-        self._count = self._max_payload = 0
+        self._count = 0
         self._timer: Any = None
-        self._last_error = ""
-        self._opening: anyio.CancelScope | None = None
-        self._refusals: list[Exception] = []
         self.pullers: set[Puller] = set()
         self.idle: list[Puller] = []
-        self._was_connected = False
+        self._is_open = False
         self.reconnected: Callable[[], object] = lambda: None
         self.on_silence: Callable[[MailboxConnectionError], object] = lambda error: None
         self._listeners: list[tuple[str, Callable[[RawMessage], object]]] = []
+        self.subscriptions: list[Subscription] = []
+        """Those of its listeners, with the present client."""
         self._quiet: anyio.Event | None = None
         self.epoch = 0
         """How often the connection was lost."""
@@ -95,7 +84,7 @@ class NatsConnection:
     @property
     def is_connected(self) -> bool:
         """True if the server can be reached, as far as is known."""
-        return self._client is not None and self._client.is_connected
+        return self._shared.is_connected
 
     @property
     def in_flight(self) -> int:
@@ -105,10 +94,7 @@ class NatsConnection:
     @property
     def max_payload(self) -> int:
         """Bytes of the largest payload that the server takes, as of the latest connection."""
-        client = self._client
-        if client is not None and client.is_connected:
-            self._max_payload = client.max_payload
-        return self._max_payload
+        return self._shared.max_payload
 
     def __repr__(self) -> str:
         return f"<NatsConnection {self._name!r} asked {len(self._pending)} pulls {len(self.pullers)}>"
@@ -116,120 +102,57 @@ class NatsConnection:
     # ---------------------------------------------------------------------------------------------------- life cycle
 
     async def open(self) -> None:
-        """Connect, within the timeout.
+        """Connect, within the timeout, or join the connection that there is.
 
         :raises MailboxConnectionError: no server can be reached; at once if every server refuses.
         :raises ConfigError: each server refuses the login, or the URL wants TLS and the server has none.
         """
         self.loop: Any = event_loop()
         self._now = loop_clock()
-        self._closed = anyio.Event()
-        await self._connect(patient=False)
-
-    async def keep_connected(self) -> None:
-        """Connect anew whenever the driver has given up its connection, as it does if the server closes it for good.
-
-        A connection that is merely lost is restored by the driver.
-        """
-        while True:
-            await self._closed.wait()
-            retries = Retries(initial=RECONNECT_WAIT, maximum=5.0)
-            while self._closed.is_set():
-                await retries.pause()
-                self._closed = anyio.Event()
-                try:
-                    await self._connect(patient=True)
-                except MainspringError:
-                    self._closed.set()
-                else:
-                    self._came_back()
-
-    async def _connect(self, *, patient: bool) -> None:
-        """Connect. ``patient``: keep trying until the timeout, as the servers were there before."""
-        self._client = client = StrictClient()
-        self._refusals, self._denied = [], None
         try:
-            with anyio.fail_after(self.timeout) as opening:
-                self._opening = None if patient else opening
-                await client.connect(
-                    self._servers,
-                    name=self._name,
-                    error_cb=self._on_error,
-                    disconnected_cb=self._on_disconnect,
-                    closed_cb=self._on_closed,
-                    reconnected_cb=self._on_reconnected,
-                    reconnect_time_wait=RECONNECT_WAIT,  # type: ignore[arg-type]
-                    max_reconnect_attempts=-1,
-                    connect_timeout=self.timeout / len(self._servers),  # type: ignore[arg-type]
-                    flush_timeout=self.timeout,
-                    flusher_queue_size=0,
-                    ping_interval=PING_SHARE * self._silence,  # type: ignore[arg-type]
-                    max_outstanding_pings=2,
-                    **self._options,
-                )
-                self._opening = None
-                self._was_connected, self._max_payload = True, client.max_payload
-                self._inbox = f"{client.new_inbox()}."
-                await client.listen(f"{self._inbox}*", self._on_answer)
-                for subject, callback in self._listeners:
-                    await client.listen(subject, callback)
-                await client.flush()
-                if self._denied is not None:
-                    raise self._denied
-            if opening.cancel_called:
-                raise no_connection(self._name, self._servers, self._refusals)
-        except BaseException as error:
-            if self._client is client:
-                await self._abandon()
-            else:  # closed meanwhile
-                await client.hang_up(CLOSE_TIMEOUT / 2)
-            raise self.failure(error) if isinstance(error, Exception) else error
-        finally:
-            self._opening = None
-        if self._client is not client:
-            await client.hang_up(CLOSE_TIMEOUT / 2)
-            raise MailboxClosedError(f"{self._name} is closed")
+            client = await self._shared.join(self)
+        except Exception as error:
+            failure = self.failure(error)
+            raise failure from failure.__cause__
+        self._is_open = True
+        self._inbox = f"{client.new_inbox()}."
+        try:
+            await self.listen(f"{self._inbox}*", self._on_answer)
+        except BaseException:
+            await self.close()
+            raise
 
     async def close(self) -> None:
-        """Wait for the answers that are out, then disconnect; at most :data:`CLOSE_TIMEOUT` seconds together."""
+        """Wait for the answers that are out, then leave the connection; at most :data:`CLOSE_TIMEOUT` seconds together."""
         self.end_pulls()
         try:
             with anyio.move_on_after(CLOSE_TIMEOUT / 2):
                 while self._pending or self.pullers:
                     self._quiet = anyio.Event()
                     await self._quiet.wait()
-        finally:  # no later call would hang up
-            self._was_connected = False
-            await self._abandon()
+        finally:  # no later call would leave
+            self._is_open = False
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+            subscriptions = self.subscriptions + [puller.subscription for puller in self.idle]
+            self._fail_all(MailboxClosedError(f"{self._name} was closed while the operation was out"))
+            await self._shared.leave(self, subscriptions)
 
     def check_quiet(self) -> None:
         """Wake a close that waits, if no request and no pull is out any more."""
         if self._quiet is not None and not (self._pending or self.pullers):
             self._quiet.set()
 
-    async def _abandon(self) -> None:
-        client, self._client = self._client, None
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        self._fail_all(MailboxClosedError(f"the connection of {self._name} was closed while the operation was out"))
-        if client is not None:  # a connected one may have something to write
-            await client.hang_up(CLOSE_TIMEOUT / 2 if client.is_connected else COURTESY)
+    def fell_silent(self) -> None:
+        """Note that the server answers nothing: waiting receives need not find out by a call of their own."""
+        self.on_silence(self._lost_error())
 
-    async def _on_error(self, error: Exception) -> None:
-        self._last_error = "it does not answer" if isinstance(error, TimeoutError) else describe(error)
-        if (subject := denied_subject(error)) is not None:
-            told = f"{self._name}: the NATS server does not let this user use {subject!r}; grant the user what a mailbox uses"
-            self._deny(subject, NotAllowedError(told))
-        if isinstance(error, StaleConnectionError):
-            self.on_silence(self._lost_error())
-        if self._opening is not None:
-            self._refusals.append(error)
-            if len(self._refusals) >= len(self._servers):
-                self._opening.cancel()
-
-    def _deny(self, subject: str, error: NotAllowedError) -> None:
-        """Fail the requests whose answers this user may not receive."""
+    def deny(self, subject: str) -> None:
+        """Fail the requests whose answers this user may not receive, as it may not use ``subject`` (in small letters)."""
+        error = NotAllowedError(
+            f"{self._name}: the NATS server does not let this user use {subject!r}; grant the user what a mailbox uses"
+        )
         if subject == f"{self._inbox}*".lower():
             self._denied = error
         for token, (future, _, asked) in list(self._pending.items()):
@@ -241,32 +164,26 @@ class NatsConnection:
                 puller.end(error)
         self.check_quiet()
 
-    async def _on_disconnect(self) -> None:
+    def lose(self) -> None:
+        """Fail what is out: the connection is lost."""
         self._denied = None
         self._fail_all(self._lost_error())
 
-    async def _on_reconnected(self) -> None:
-        self._came_back()
-
-    def _came_back(self) -> None:
+    def came_back(self) -> None:
+        """Note that the connection was made anew."""
         self.reconnects += 1
         self.reconnected()
 
-    async def _on_closed(self) -> None:
-        self._fail_all(self._lost_error())
-        if self._client is not None:  # the driver did it, not we
-            self._closed.set()
-
     def _lost_error(self) -> MailboxConnectionError:
-        told = f": {self._last_error}" if self._last_error else ""
+        told = f": {self._shared.last_error}" if self._shared.last_error else ""
         return MailboxConnectionError(f"{self._name}: the connection to the NATS server is lost{told}")
 
     def failure(self, error: Exception) -> MainspringError:
         """Translate an exception of the driver."""
         told = describe(error)
         if isinstance(error, TimeoutError):
-            told = self._last_error or f"no answer within {self.timeout:g} s"
-        return translated(error, self._name, () if self._was_connected else self._servers, told)
+            told = self._shared.last_error or f"no answer within {self.timeout:g} s"
+        return translated(error, self._name, () if self._is_open else self._shared.servers, told)
 
     def _fail_all(self, error: MailboxError) -> None:
         self.epoch += 1
@@ -283,21 +200,21 @@ class NatsConnection:
     @property
     def driver(self) -> StrictClient | None:
         """The driver's client, connected or not, if there is one."""
-        return self._client
+        return self._shared.client
 
     @property
     def client(self) -> StrictClient:
         """The driver's client, connected; else raise :class:`MailboxConnectionError`."""
-        client = self._client
-        if client is None and not self._was_connected:
+        if not self._is_open:
             raise MailboxClosedError(f"{self._name} is closed")
+        client = self._shared.client
         if client is None or not client.is_connected:
             raise self._lost_error()
         return client
 
     async def _reached(self) -> StrictClient:
         """See :attr:`client`. A caller in a loop without success lets the reconnecting task run."""
-        if self._client is None or not self._client.is_connected:
+        if not self._shared.is_connected:
             await anyio.lowlevel.checkpoint()
         return self.client
 
@@ -362,7 +279,7 @@ class NatsConnection:
         self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None
     ) -> None:
         """Send a message. Raise :class:`MailboxConnectionError` for any failure of the driver or its transport."""
-        client = self._client
+        client = self._shared.client
         if client is None or not client.is_connected:
             client = await self._reached()
         try:
@@ -420,8 +337,12 @@ class NatsConnection:
 
     async def listen(self, subject: str, callback: Callable[[RawMessage], object]) -> None:
         """Call ``callback``, which may not wait, with what is published on a subject, also after a reconnection."""
-        await self.client.listen(subject, callback)
+        self.subscriptions.append(await self.client.listen(subject, callback))
         self._listeners.append((subject, callback))
+
+    async def listen_on(self, client: StrictClient) -> list[Subscription]:
+        """Listen to the same with a client that takes the place of the present one. Return the subscriptions."""
+        return [await client.listen(subject, callback) for subject, callback in self._listeners]
 
 
 POLL_TIMEOUT = 0.02
@@ -450,7 +371,7 @@ class Puller:
         self._client = client
         self._subject = client.new_inbox()
         try:
-            self._subscription = await client.listen(self._subject, self._on_message)
+            self.subscription = await client.listen(self._subject, self._on_message)
         except Exception as error:
             raise self._connection.failure(error) from error
 
@@ -461,7 +382,7 @@ class Puller:
 
     def forget(self) -> None:
         """Drop the subscription: the connection is lost."""
-        self._client.forget(self._subscription)
+        self._client.forget(self.subscription)
 
     def end(self, error: MailboxError | None = None) -> None:
         """End the pull under way now, with what has arrived."""
@@ -532,10 +453,10 @@ class Puller:
             with suppress(Exception):  # a lost connection: what was delivered comes again when its lease ends
                 client = self._connection.driver
                 if client is self._client and client.is_connected:
-                    await client._send_unsubscribe(self._subscription._id)  # noqa: SLF001 - see above
+                    await client._send_unsubscribe(self.subscription._id)  # noqa: SLF001 - see above
                     await undo(self)
             with suppress(Exception):
-                await self._client.unlisten(self._subscription)
+                await self._client.unlisten(self.subscription)
 
     def _on_message(self, message: RawMessage) -> None:
         if message.reply:

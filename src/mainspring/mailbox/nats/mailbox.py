@@ -24,6 +24,7 @@ from mainspring.mailbox.nats.scheduler import DelayScheduler, ExpiryScheduler, R
 from mainspring.mailbox.nats.sends import Sends
 from mainspring.mailbox.nats.settings import NatsOptions, Server
 from mainspring.mailbox.nats.settlements import Settlements
+from mainspring.mailbox.nats.shared_client import SharedClient
 from mainspring.mailbox.nats.streams import Store
 from mainspring.mailbox.settings import name_at, reads_query
 
@@ -46,6 +47,8 @@ class NatsMailbox(Mailbox[T, R]):
     with a delay. It gets a new number in the stream before it is delivered again. Delayed messages and dead letters are in
     streams of their own, checkpoints in a key-value bucket. It has no priorities, and what is released goes to the tail. It
     runs on asyncio only, as its driver (nats-py) does. See docs/how-to/nats.md.
+
+    All mailboxes of a process and event loop with the same servers, login, TLS options, timeout and silence share a connection.
 
     :param server: the URL of the server, or of several of one cluster (hosts by comma): ``nats://user:password@host:4222``.
         The other parameters can stand in its query instead, as in ``?name=jobs``, but for ``body`` and ``reply``.
@@ -159,13 +162,11 @@ class NatsBackend(Backend):
 
         The connection stays open, unless the block raises.
         """
-        options, driver = self._options, self._server.options
+        options = self._options
         if options.credentials:
             check_credentials(options.credentials)
-            driver = driver | {"user_credentials": options.credentials}
-        connection = NatsConnection(
-            self._server.urls, driver, options.timeout, f"mailbox {self.name!r}", options.silence
-        )
+        shared = SharedClient.shared(self._server, options.credentials or None, options.timeout, options.silence)
+        connection = NatsConnection(shared, f"mailbox {self.name!r}")
         until = anyio.current_time() + connection.timeout
         await connection.open()
         try:
@@ -191,7 +192,6 @@ class NatsBackend(Backend):
         self._claims = Claims(store)
         store.replaced = self._claims.forget_leases
         self._settlements = Settlements(store, self._claims)
-        scope.start_soon(connection.keep_connected, name=f"mailbox {self.name} connection")
         recovery = Recovery(store, self._claims)
         connection.reconnected = recovery.after_reconnect
         scope.start_soon(recovery.run, name=f"mailbox {self.name} recovery")

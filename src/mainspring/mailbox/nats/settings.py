@@ -60,6 +60,8 @@ class Server:
     user: str | None = None
     password: str | None = field(default=None, repr=False)
     tls: ssl.SSLContext | None = field(default=None, repr=False, compare=False)
+    tls_options: tuple[object, ...] = field(default=(), repr=False)
+    """What the context was made of: servers are equal if these are."""
 
     @classmethod
     def of(cls, url: str, options: NatsOptions) -> Server:
@@ -70,7 +72,8 @@ class Server:
                 f"{place.shown!r}: a NATS mailbox has no path; its name is an option: nats://host:4222?name=jobs"
             )
         tls = options.tls(place, "tls") if options.says_tls else None  # the driver reads what the machine trusts anew
-        return cls(place.hosts(PORT), place.scheme, place.username, place.password, tls)
+        made_of = (options.ca_file, options.cert_file, options.key_file, options.ssl_context)
+        return cls(place.hosts(PORT), place.scheme, place.username, place.password, tls, made_of)
 
     @property
     def address(self) -> str:

@@ -209,7 +209,8 @@ class Store:
 
     async def _make(self, subject: str, request: dict[str, Any]) -> dict[str, Any]:
         try:
-            return await self.connection.api(subject, request)
+            async with self.connection.creations:
+                return await self.connection.api(subject, request)
         except ApiError as error:
             raise _as_mailbox_error(error) from error
 
