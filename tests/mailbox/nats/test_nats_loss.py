@@ -47,6 +47,25 @@ async def test_requests_go_on_with_a_server_that_has_lost_its_data(anyio_backend
 
 
 @pytest.mark.slow
+async def test_what_is_claimed_from_a_queue_that_another_has_made_anew_is_held(anyio_backend):
+    """The recovery has not yet seen that the queue is another one."""
+    with NatsServer() as server:
+        options = {"storage": "memory", "timeout": 5.0}
+        async with place(server.url) as here:
+            line = await here.line()
+            async with here.box(over=line, **options) as holder:
+                line.refuses = True
+                await restart(server)
+                async with here.box(**options) as other:
+                    await until_it_works(lambda: other.send("new"))
+                seen = line.hold_answers(f"$JS.API.STREAM.INFO.{here.names().queue}")
+                line.refuses = False
+                (message,) = await until_it_works(lambda: holder.receive(wait_time_seconds=5))
+                await message.acknowledge()
+                seen.open()
+
+
+@pytest.mark.slow
 async def test_a_number_of_the_lost_queue_means_no_message_of_the_new_one(anyio_backend):
     """The holder comes back with a number that another message has by now, and nothing of it has yet seen what has become."""
     with NatsServer() as server:

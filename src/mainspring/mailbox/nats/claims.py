@@ -183,6 +183,7 @@ class Claims:
     async def _pull(self, limit: int, lasts: float) -> list[RawMessage]:
         """Return what one pull brings. Without an end (0) the server ends it at once if it has nothing to deliver."""
         end = b',"expires":%d' % nanoseconds(lasts) if lasts else b""
+        await self._store.check_identity()  # what is leased from now on counts if the queue was made anew
         puller = await self._store.connection.puller()
         if self._stopped:
             return []
