@@ -351,10 +351,10 @@ class Listener:
         if channel is not None and self._now() - self._connected_at >= RECONNECT_MAXIMUM:
             self._retries.succeeded()
         self._next_try = self._now() + self._retries.failed()
-        gone = channel is not None and not channel.current  # else the server has said nothing of it
+        gone = channel.host if channel is not None and not channel.current else None  # None: it said nothing of it
         await self._close()
         for subscription in [one for one in self._subscriptions if one.live]:
-            if gone:
+            if gone is not None and subscription.client.host == gone:  # else calls have followed to another one
                 await subscription.client.suspect()
             subscription.end(silent=self._silent)
 
