@@ -325,7 +325,10 @@ class Listener:
         self._scope = anyio.CancelScope()
         channel: Channel | None = None
         try:
-            await anyio.sleep_until(self._next_try)
+            if self._channel is None:
+                self._added = anyio.Event()
+                with anyio.move_on_at(self._next_try):  # sooner, if a mailbox that opens has connected
+                    await self._added.wait()
             with anyio.fail_after(max((one.timeout for one in self._subscriptions), default=0.0)):
                 async with self._turn:
                     channel = self._channel or await self._connect()
