@@ -3,7 +3,8 @@
 Files that have jobs queue for the writer threads. A thread serves one file at a time, and a file is served by one thread at
 a time. There is one thread, and as files queue up to :data:`WRITERS`: their waits for the disk then overlap. A thread can be
 held up, by another process that has the file locked or by a disk that hangs. If files queue and no turn has ended for
-:data:`HELD_UP` seconds, there are twice as many threads, until these have nothing to do. So a file waits for no other one.
+:data:`HELD_UP` seconds, there is one thread more, then two more, four, and so on, until they have nothing to do. So a file
+waits for no other one.
 
 The watcher hears the notifications of other processes, and looks once a second at the files on which receives wait: a
 notification can be lost. It sees from the time of the log whether a file has changed, and has a writer thread look into a file
@@ -54,6 +55,7 @@ class Writers:
         self._files = 0  # that are queued or served
         self._turns = 0  # that have ended
         self._seen = (0, 0.0)
+        self._more = 1  # threads to be started next
 
     def start(self) -> None:
         """Start the first thread. Raises :class:`RuntimeError` if there is none to be had."""
@@ -91,18 +93,20 @@ class Writers:
         return not self._queue.empty()
 
     def help(self, now: float) -> bool:
-        """Double the threads if files queue and no turn has ended for :data:`HELD_UP` seconds. Return True if files queue."""
+        """Start threads if files queue and no turn has ended for :data:`HELD_UP` seconds. Return True if files queue."""
         with self._lock:
             if self._queue.empty():
                 return False
             turns, since = self._seen
             if turns != self._turns:
                 self._seen = (self._turns, now)
+                self._more = 1
             elif now - since >= HELD_UP:
                 self._seen = (turns, now)
                 with contextlib.suppress(RuntimeError):
-                    for _ in range(min(self._threads, self._queue.qsize())):
+                    for _ in range(min(self._more, self._queue.qsize())):
                         self._start_one()
+                self._more *= 2
             return True
 
     def _start_one(self) -> None:
