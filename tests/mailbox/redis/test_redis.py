@@ -539,6 +539,31 @@ async def test_the_listener_follows_the_calls_to_another_server(here, never_by_i
         assert got[0][1][0].body == "x"
 
 
+@pytest.mark.parametrize("end", ["its answer comes", "it is cancelled"])
+async def test_a_message_that_comes_for_a_claim_whose_answer_is_on_its_way_waits_for_it(here, line, end, anyio_backend):
+    """If it went back, it would be sent to that claim again at once, and so on: that lasted for seconds."""
+    got: list = []
+
+    async def receive(mailbox) -> None:
+        got.extend(await mailbox.receive(wait_time_seconds=600))
+
+    async with line.mailbox() as mailbox, here.mailbox() as other:
+        async with anyio.create_task_group() as group:
+            line.answers.hold()
+            group.start_soon(receive, mailbox)
+            await line.answers.arrived()
+            before = mailbox.statistics()
+            await other.send("x")
+            await anyio.sleep(0.05)
+            assert mailbox.statistics() == before, "it goes back"
+            if end == "it is cancelled":
+                group.cancel_scope.cancel()
+            line.answers.let_go()
+        if end == "it is cancelled":
+            got.extend(await other.receive(wait_time_seconds=5))
+        assert [(message.body, message.attempt) for message in got] == [("x", 1)]
+
+
 async def test_a_claim_whose_receiver_was_cancelled_goes_back(line, anyio_backend):
     """As if it had not been made: not charged, not counted, at its old place."""
     async with line.mailbox() as mailbox:

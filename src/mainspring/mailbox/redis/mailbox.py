@@ -198,6 +198,7 @@ class RedisBackend(BatchedBackend):
         self._recovers = False  # with the next sweep
         self._probes = False  # the next sweep is made even if no claim waits
         self._found_empty: tuple[int, int] | None = None  # of the last claim: `signals` before it, and its lease
+        self._held: list[tuple[int, ClaimedMessage]] = []  # messages with their leases, for claims that are out
         events = ListenerEvents(
             due=self.sweep_in,
             cancelled=self.notifications.cancelled.publish,
@@ -393,6 +394,8 @@ class RedisBackend(BatchedBackend):
             waiters.active -= 1
             waiters.wanted[visible] -= 1
             if not waiters.wanted[visible]:
+                while (held := self._take_held(visible)) is not None:
+                    self._put_back(held)
                 if is_late:
                     self._leave_alarm.wake_by(self._now() + LINGER)
                 else:
@@ -416,6 +419,8 @@ class RedisBackend(BatchedBackend):
         if not waits:
             return await super().claim_once(limit, visibility, waits=False)
         waiters, visible = self.waiters, micros(visibility)
+        if self._held and not waiters.closed and (held := self._take_held(visible)) is not None:
+            return [held]
         seen = waiters.signals
         if waiters.active == 1 and self._found_empty == (seen, visible) and self._subscription.is_listed(visible):
             return []  # a message would have woken this process, which has been on the list since the last claim
@@ -434,15 +439,31 @@ class RedisBackend(BatchedBackend):
         return RedisClaim(limit, visibility, waits, self._batches.claimant, bool(self.waiters.parked))
 
     def _give(self, claim: int, strings: list[bytes]) -> None:
-        """Give a message that the server has claimed for this process to a claim that waits, or undo its claim."""
+        """Give a message that the server has claimed for this process to a claim that waits, or undo its claim.
+
+        A claim that is out just now, and has put this process on the list again, takes it when it is back. If the message went
+        back instead, the server would send it to that claim at once, which is still out: and so on, without end.
+        """
         visible, token, value, *rest = strings
         leased_at = min(self._now(), claim / MICRO + self._batches.clock_offset)
         details = dict(zip(rest[::2], rest[1::2], strict=True)) if rest else None
         delivery = delivery_of(token, value, details, leased_at)
-        if self.waiters.closed or not self.waiters.give(delivery, int(visible) / MICRO):
+        if self.waiters.closed:
             self._put_back(delivery)
+        elif not self.waiters.give(delivery, int(visible) / MICRO):
+            if self.waiters.wanted.get(int(visible)):
+                self._held.append((int(visible), delivery))
+            else:
+                self._put_back(delivery)
         self.waiters.signals += 1  # this process is off the list: a claim that is about to wait looks once more
         self._list_again()
+
+    def _take_held(self, visible: int) -> ClaimedMessage | None:
+        """Take a message out that is held for a claim of such a lease, if there is one."""
+        for number, (lease, _) in enumerate(self._held):
+            if lease == visible:
+                return self._held.pop(number)[1]
+        return None
 
     def _list_again(self) -> None:
         """Put this process back on the list of waiters, if claims wait."""
