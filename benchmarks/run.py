@@ -71,7 +71,7 @@ def main() -> int:
     table = Table(title=f"Mainspring, measured on {machine()}", title_justify="left")
     for column in ("what", "ours", "other", "ratio", "spread", "goal", "", "how"):
         table.add_column(column, justify="right" if column in ("ours", "other", "ratio", "spread", "goal") else "left")
-    for row in sorted(rows, key=lambda row: row.ok is not False):  # those that fall short are first
+    for row in sorted(rows, key=lambda row: row.ok is not False):  # rows that fall short are first
         table.add_row(*shown(row))
     console.print(table)
     Path("bench.json").write_text(json.dumps([vars(row) for row in rows], indent=1))

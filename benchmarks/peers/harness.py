@@ -403,7 +403,7 @@ def picked_up(count: int):
 
 
 def carried(count: int):
-    """As :func:`drained`, of the messages after those that warm up."""
+    """As :func:`drained`, of the messages after the warm-up."""
     handle = drained(count)
     return after_warm(lambda now, sent: handle(""))
 

@@ -1,4 +1,4 @@
-"""The in-process event bus: it tells events to those that have subscribed to their class."""
+"""The in-process event bus: it tells events to the subscribers to their class."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ E = TypeVar("E")
 
 @dataclass(frozen=True, slots=True)
 class DispatchResult:
-    """How one dispatch went: how many subscribers heard it, and the errors of those that raised.
+    """How one dispatch went: how many subscribers heard it, and the errors of the subscribers that raised.
 
     A session's result also says which slices ``changed``, and by ``seq`` which event of the session it was. If a reducer
     raised, its :class:`~mainspring.errors.ReducerError` is the only error: nothing changed, and no subscriber was told. In a
@@ -107,7 +107,7 @@ class Dispatcher:
         return end
 
     def wants(self, event_type: type[Any]) -> bool:
-        """True if anybody would hear such an event: lets a hot path skip building it."""
+        """True if a subscriber would hear such an event: lets a hot path skip building it."""
         found = self._by_type.get(event_type)
         return bool(self._for(event_type) if found is None else found)
 

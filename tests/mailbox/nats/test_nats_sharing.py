@@ -31,7 +31,7 @@ async def line(here):
 
 
 async def links(line, count: int) -> None:
-    """Wait until there are so many connections."""
+    """Wait until there are ``count`` connections."""
     with anyio.fail_after(10):
         while len(line.links) != count:
             await anyio.sleep(0.01)
@@ -174,7 +174,7 @@ async def test_a_connection_that_is_lost_is_made_once_for_all(here, line):
 
 
 async def test_a_mailbox_that_opens_while_the_connection_is_lost_is_told_why_at_once(anyio_backend):
-    """And again: those that have the connection get it back when the server returns."""
+    """And again: the mailboxes that have the connection get it back when the server returns."""
     with NatsServer() as server:
         url = f"nats://127.0.0.1:{server.port}"
         async with NatsMailbox(url, name="open", timeout=30) as box:

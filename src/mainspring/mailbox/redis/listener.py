@@ -371,7 +371,7 @@ class Listener:
     async def _subscribe(self, listening: Channel, subscriptions: list[Subscription]) -> None:
         """Subscribe each of them under a new name, all together.
 
-        :raises ServerError: the user may not. It is the error of one that is refused; the others stand.
+        :raises ServerError: the user may not. It is the error of the subscription that is refused; the others stand.
         """
         refused: ServerError | None = None
         channel = Channel(listening.shared)

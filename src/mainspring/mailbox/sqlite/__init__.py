@@ -6,7 +6,7 @@ that wait on a file are done in one transaction (:mod:`~mainspring.mailbox.sqlit
 the thread wakes the receives of this process, and notifies other processes through sockets beside the file. A notification
 can be lost: so each second a file on which receives wait is looked at, and looked into if it has changed.
 
-Of many files, those that were used last have a connection. Another one rests: it is opened when there is something to do, and
+Of many files, the ones used last have a connection. Another one rests: it is opened when there is something to do, and
 a claim is answered without that while nothing was written since it was last looked into.
 
 Cancelled, a caller leaves at once, and the writer thread does its job to the end. The batcher waits for that, and undoes a

@@ -129,7 +129,7 @@ class DatabaseFile:
         return self._seen
 
     def _lock_out_writers(self, connection: apsw.Connection) -> bool:
-        """Begin a transaction if no process is in one that writes: what it has in the log already cannot be seen yet."""
+        """Begin a transaction if no process is in a writing one: what it has in the log already cannot be seen yet."""
         connection.set_busy_handler(None)
         try:
             connection.execute("BEGIN IMMEDIATE")

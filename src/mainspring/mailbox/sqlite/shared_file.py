@@ -197,7 +197,7 @@ class SharedFile:
     # ----------------------------------------------------------------------------------- in the thread that serves it
 
     def serve(self, writers: Writers) -> None:
-        """Do all jobs that wait, and those that come meanwhile unless other files have waited longer."""
+        """Do all jobs that wait, and jobs that come meanwhile unless other files have waited longer."""
         while True:
             with self._lock:
                 jobs, self._inbox = self._inbox, []
@@ -371,7 +371,7 @@ class SharedFile:
             self.submit(Job((Look(),), clock.boot_time, 0.0))
 
     def hear_of_cancelled(self, cancelled: list[tuple[int, str]]) -> None:
-        """Tell those who hold messages that they were cancelled in another process."""
+        """Tell the holders of messages that these were cancelled in another process."""
         with self._lock:
             self._tell_of_cancelled(cancelled)
 

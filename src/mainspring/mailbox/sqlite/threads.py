@@ -39,7 +39,7 @@ KEPT = 64
 IDLE = 5.0
 """Seconds after which a writer thread that has nothing to do ends, unless it is the last one."""
 LOOK_AGAIN = 1.0
-"""Seconds after which those who wait look at the file again, should a notification have been lost."""
+"""Seconds after which waiting receives look at the file again, should a notification have been lost."""
 CLOCK_JUMP = 0.5
 """Seconds by which the clocks have to move against each other for the date to count as changed."""
 
@@ -75,7 +75,7 @@ class Writers:
             crowded = False
             if self._files > self._threads:
                 if self._threads < WRITERS:
-                    with contextlib.suppress(RuntimeError):  # those that are there have to do
+                    with contextlib.suppress(RuntimeError):  # the threads that run have to do
                         self._start_one()
                 else:
                     crowded = self._files == self._threads + 1
