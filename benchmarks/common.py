@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterable
 
 HERE = Path(__file__).parent
 PEERS = HERE.parent / ".venv-peers"
@@ -159,6 +159,23 @@ def costs(rates: list[float]) -> list[float]:
 
 def quick() -> bool:
     return "--quick" in sys.argv
+
+
+def words() -> list[str]:
+    """What the command line names: neither options nor URLs."""
+    return [word for word in sys.argv[1:] if not word.startswith("-") and "://" not in word]
+
+
+def given_url() -> str | None:
+    """The URL on the command line."""
+    return next((word for word in sys.argv[1:] if "://" in word), None)
+
+
+def chosen(names: list[str], known: Iterable[str]) -> list[str]:
+    """``names``, or all that are known where there are none. Ends the program if one is unknown."""
+    if unknown := set(names) - set(known):
+        raise SystemExit(f"there is no {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    return names or list(known)
 
 
 def peer(name: str, *packages: str) -> Path | None:

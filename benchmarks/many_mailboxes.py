@@ -22,7 +22,7 @@ sys.path.append(sys.path.pop(0))  # beside this file is one with the name of a d
 
 import anyio
 
-from common import HERE, MIB, Row, missing, on_uvloop, quick, report
+from common import HERE, MIB, Row, chosen, missing, on_uvloop, quick, report, words
 from idle import cpu_seconds, resident
 from local_server import server
 from mainspring import LoopGroup, MainLoop, open_mailbox
@@ -185,12 +185,8 @@ def main() -> None:
         url, count = sys.argv[2:4]
         print(json.dumps(on_uvloop(measure, url, int(count))))
         return
-    words = [word for word in sys.argv[1:] if not word.startswith("-") and "://" not in word]
-    count = next((int(word) for word in words if word.isdigit()), COUNT)
-    kinds = [word for word in words if not word.isdigit()] or list(KINDS)
-    if unknown := set(kinds) - set(KINDS):
-        raise SystemExit(f"no kind of mailbox is {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}")
-    for kind in kinds:
+    count = next((int(word) for word in words() if word.isdigit()), COUNT)
+    for kind in chosen([word for word in words() if not word.isdigit()], KINDS):
         report_kind(kind, count)
 
 

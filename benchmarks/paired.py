@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common import HERE, Row, median, quick, report
+from common import HERE, Row, chosen, median, quick, report, words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -127,12 +127,12 @@ def row(name: str, case: Case, run: Callable[[Path], float], trees: tuple[Path, 
 
 
 def main() -> int:
-    words = [word for word in sys.argv[1:] if not word.startswith("-")]
-    names = words[1:] or ["memory", *CASES]
-    if not words or set(names) - {"memory", *CASES}:
+    if not words():
         print(__doc__, file=sys.stderr)
         return 2
-    with checked_out(words[0]) as before:
+    revision, *named = words()
+    names = chosen(named, ["memory", *CASES])
+    with checked_out(revision) as before:
         trees = (ROOT, before)
         if "memory" in names:
             case = Case("full path", 0)

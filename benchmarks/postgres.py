@@ -17,12 +17,12 @@ from urllib.parse import urlsplit
 import psycopg
 
 from brokers import Comparison, Contender, kill_session
-from common import HERE, beside, in_turns, missing, quick, report
+from common import HERE, beside, given_url, in_turns, missing, quick, report
 from idle import children
 from redelivery import report_redelivery
 
 DEFAULT = os.environ.get("MAINSPRING_POSTGRES_URL", "postgresql://postgres@127.0.0.1:5432/postgres")
-URL = next((word for word in sys.argv[1:] if "://" in word), DEFAULT)
+URL = given_url() or DEFAULT
 DATABASE = "mainspring_bench"
 
 PEERS = (

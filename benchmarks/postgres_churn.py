@@ -14,13 +14,13 @@ import time
 import anyio
 import psycopg
 
-from common import BODY, Row, missing, on_uvloop, quick, report
+from common import BODY, Row, given_url, missing, on_uvloop, quick, report
 from mainspring import LoopGroup, MainLoop
 from mainspring.mailbox.postgres import schema as postgres_schema
 from mainspring.mailbox.postgres.mailbox import PostgresMailbox
 
 DEFAULT = os.environ.get("MAINSPRING_POSTGRES_URL", "postgresql://postgres@127.0.0.1:5432/postgres")
-URL = next((word for word in sys.argv[1:] if "://" in word), DEFAULT)
+URL = given_url() or DEFAULT
 SCHEMA = "mainspring_churn"
 MESSAGES = 100_000 if quick() else 1_000_000
 SLICES = 20

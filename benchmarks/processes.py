@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.append(sys.path.pop(0))  # beside this file is one with the name of a driver, which must be found first
 
 from brokers import Comparison, Contender, kill_session
-from common import HERE, beside, in_turns, microseconds, missing, per_second, quick, report
+from common import HERE, beside, chosen, in_turns, microseconds, missing, per_second, quick, report, words
 from local_server import server, with_name
 from paired import benchmark
 
@@ -135,10 +135,7 @@ def report_store(comparison: Comparison) -> None:
 
 
 def main() -> int:
-    names = [word for word in sys.argv[1:] if not word.startswith("-") and "://" not in word] or list(STORES)
-    if unknown := set(names) - set(STORES):
-        raise SystemExit(f"no store is {', '.join(sorted(unknown))}; there are {', '.join(STORES)}")
-    for name in names:
+    for name in chosen(words(), STORES):
         title, store = STORES[name]
         with store() as there:
             if there is not None:

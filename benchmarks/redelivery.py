@@ -16,7 +16,7 @@ import time
 
 import anyio
 
-from common import HERE, Row, quick, report
+from common import HERE, Row, given_url, quick, report
 from mainspring import open_mailbox
 
 VISIBILITY = 2.0 if quick() else 10.0
@@ -97,7 +97,7 @@ def report_redelivery(server: str, url: str) -> None:
 
 
 def main() -> None:
-    url = next((word for word in sys.argv[1:] if "://" in word), None)
+    url = given_url()
     if url is not None:
         report_redelivery(url.partition(":")[0], url)
         return

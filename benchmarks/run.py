@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from common import HERE, NOT_TO_BE_QUOTED, Row, machine, missing, quick
+from common import HERE, NOT_TO_BE_QUOTED, Row, chosen, machine, missing, quick, words
 
 SCRIPTS = (
     "memory",
@@ -56,11 +56,7 @@ def shown(row: Row) -> tuple[str, ...]:
 
 def main() -> int:
     flags = [word for word in sys.argv[1:] if word.startswith("-")]
-    names = [word for word in sys.argv[1:] if not word.startswith("-")] or list(SCRIPTS)
-    unknown = set(names) - set(SCRIPTS)
-    if unknown:
-        print(f"no benchmark named {', '.join(sorted(unknown))}; there are {', '.join(SCRIPTS)}", file=sys.stderr)
-        return 2
+    names = chosen(words(), SCRIPTS)
     rows: list[Row] = []
     console = Console(width=None if sys.stdout.isatty() else 200)
     if quick():

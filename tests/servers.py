@@ -356,8 +356,8 @@ class NatsServer(Program):
         server = cls()
         config = server.directory / "server.conf"
         config.write_text("jetstream { sync_interval: always }\n")
-        server._options = ("-c", str(config))
-        check = [server.binary, "-t", *server._options]
+        server.options = ("-c", str(config))
+        check = [server.binary, "-t", *server.options]
         if subprocess.run(check, capture_output=True, check=False).returncode == 0:
             return server
         shutil.rmtree(server.directory)
@@ -365,7 +365,7 @@ class NatsServer(Program):
 
     def __init__(self, *options: str) -> None:
         super().__init__("NATS", find("nats-server"), variable="MAINSPRING_NATS_URL", package="nats-server")
-        self._options = options
+        self.options = options
 
     @property
     def url(self) -> str:
@@ -373,7 +373,7 @@ class NatsServer(Program):
 
     def command(self) -> list[str]:
         where = ["-a", "127.0.0.1", "-p", str(self.port), "-sd", str(self.directory / "store")]
-        return [self.binary, "-js", *where, *self._options]
+        return [self.binary, "-js", *where, *self.options]
 
 
 def _nats_works() -> bool:

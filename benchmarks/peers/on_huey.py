@@ -13,8 +13,11 @@ class Huey(Blocking):
     note = "hiredis, threads, no results kept"
     concurrency = (1, 4, 8)
 
+    def make(self):
+        return RedisHuey("bench", url=self.url, results=False)
+
     def _task(self, handle):
-        huey = RedisHuey("bench", url=self.url, results=False)
+        huey = self.make()
 
         @huey.task(name="job")
         def job(body: str) -> None:

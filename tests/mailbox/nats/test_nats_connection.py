@@ -152,13 +152,13 @@ async def test_tls_is_insisted_on_when_the_server_comes_back(certificate, anyio_
         async with NatsMailbox(url, timeout=30) as box:
             await box.send("x" * 100_000)
             server.stop()
-            server._options = ()
+            server.options = ()
             server.start()
             with anyio.fail_after(20):
                 while not (told := await refusal(box)) or "TLS" not in told:
                     await anyio.sleep(0.05)
             server.stop()
-            server._options = options
+            server.options = options
             server.start()
             with anyio.fail_after(20):
                 while await refusal(box):

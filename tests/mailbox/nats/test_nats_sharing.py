@@ -204,7 +204,7 @@ async def test_a_login_that_is_refused_from_now_on_is_told_to_all(anyio_backend)
         async with AsyncExitStack() as stack:
             goes = await stack.enter_async_context(NatsMailbox(url, name="goes"))
             stays = await stack.enter_async_context(NatsMailbox(url, name="stays"))
-            options, server._options = server._options, ("--user", "me", "--pass", "y")
+            options, server.options = server.options, ("--user", "me", "--pass", "y")
             server.stop()
             server.start()
             with anyio.fail_after(10):
@@ -217,7 +217,7 @@ async def test_a_login_that_is_refused_from_now_on_is_told_to_all(anyio_backend)
                 ):
                     await opens()
             await goes.close()
-            server._options = options
+            server.options = options
             server.stop()
             server.start()
             await reconnected(stays)

@@ -537,16 +537,9 @@ def refused_threads(monkeypatch):
     return parts
 
 
-async def test_no_thread_to_write_in(path, refused_threads, anyio_backend):
-    refused_threads.append("sqlite writer")
-    await refused(path, MailboxConnectionError, "cannot be opened: can't start new thread")
-    refused_threads.clear()
-    async with SQLiteMailbox(path) as mailbox:
-        await works(mailbox)
-
-
-async def test_no_thread_to_hear_other_processes_in(path, refused_threads, anyio_backend):
-    refused_threads.append("sqlite watcher")
+@pytest.mark.parametrize("thread", ["sqlite writer", "sqlite watcher"])
+async def test_no_thread_is_to_be_had(thread, path, refused_threads, anyio_backend):
+    refused_threads.append(thread)
     await refused(path, MailboxConnectionError, "cannot be opened: can't start new thread")
     refused_threads.clear()
     async with SQLiteMailbox(path) as mailbox:
