@@ -10,6 +10,7 @@ import pytest
 from mainspring import MailboxConnectionError
 from mainspring.mailbox.batched import Waiters
 from mainspring.mailbox.redis.listener import RedisWaiters
+from mainspring.runtime.interval import Alarms
 from mainspring.testing import run_virtual
 from stores import KINDS, on
 
@@ -18,7 +19,8 @@ class Queue:
     """What the receives look for."""
 
     def __init__(self):
-        self.waiters = Waiters()
+        self.alarms = Alarms()
+        self.waiters = Waiters(self.alarms)
         self.messages = []
         self.got = {}
 
@@ -37,10 +39,10 @@ class Queue:
 
 
 @asynccontextmanager
-async def alarm(waiters):
+async def ringing(alarms):
     """The timer that ends waits."""
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(waiters.alarms.timer.run)
+        tasks.start_soon(alarms.timer.run)
         yield
         tasks.cancel_scope.cancel()
 
@@ -54,7 +56,7 @@ async def parked(queue, *names, **options):
         with scopes[name]:
             await queue.receive(name, **options)
 
-    async with alarm(queue.waiters), anyio.create_task_group() as tasks:
+    async with ringing(queue.alarms), anyio.create_task_group() as tasks:
         for name in names:
             tasks.start_soon(receive, name)
             await anyio.wait_all_tasks_blocked()
@@ -93,7 +95,7 @@ def test_what_comes_while_one_looks_is_looked_for_again() -> None:
 
 def test_what_is_signalled_before_one_is_parked_lets_it_not_park() -> None:
     async def scenario():
-        waiters = Waiters()
+        waiters = Waiters(Alarms())
         seen = waiters.signals
         waiters.signals += 1
         with anyio.fail_after(1):
@@ -219,7 +221,7 @@ def test_redis_keeps_what_was_given_to_a_receive_as_the_server_falls_silent(give
 
     async def scenario():
         passed, refused, got = [], [], []
-        waiters = RedisWaiters(passed.append, refused.append)
+        waiters = RedisWaiters(passed.append, refused.append, Alarms())
         waiters.active = 1
         scope = anyio.CancelScope()
 

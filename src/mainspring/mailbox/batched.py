@@ -31,18 +31,21 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import anyio
 
+from mainspring.core import process
 from mainspring.core.clock import loop_clock
 from mainspring.errors import MailboxClosedError, MailboxConnectionError, copied
 from mainspring.mailbox.backend import Backend
 from mainspring.mailbox.limits import CLOSE_TIMEOUT, COURTESY
 from mainspring.runtime.cancellation import is_spurious_cancellation, native_cancels
 from mainspring.runtime.interval import Alarms
+from mainspring.runtime.shared_task import SharedTask
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
 
     from mainspring.mailbox import message
     from mainspring.mailbox.message import Cancelled, ClaimedMessage, Counts, Dead, Envelope
+    from mainspring.runtime.scope import DaemonScope
 
 # ------------------------------------------------------------------------------------------------------------ commands
 
@@ -485,21 +488,19 @@ class Waiters:
     """The claims of one mailbox object that wait, in a line. ``closed`` ends all waiting.
 
     A claim that finds nothing parks in it, and what brings messages wakes a claim for each. ``alarm`` ends the waits at their
-    deadlines: one for all claims, as a scope for each would cost more than its message. ``alarms`` is what it rings by.
+    deadlines: one for all claims, as a scope for each would cost more than its message.
 
     ``signals`` is raised whenever there may be more to claim, also by threads; a claim takes it down before it looks, and
     hands it to :meth:`wait`. What raises it looks at ``parked`` afterwards, and a claim parks before it looks at
     ``signals``: so one of the two sees the other, and no message is missed between.
     """
 
-    __slots__ = ("_line", "alarm", "alarms", "closed", "signals")
+    __slots__ = ("_line", "alarm", "closed", "signals")
 
-    def __init__(self, alarms: Alarms | None = None) -> None:
-        """Make it. ``alarms`` are those that a store runs for all its mailboxes; None: it has its own."""
+    def __init__(self, alarms: Alarms) -> None:
         self.signals = 0
         self.closed = False
-        self.alarms = alarms or Alarms()
-        self.alarm = self.alarms.alarm(self._end_waits)
+        self.alarm = alarms.alarm(self._end_waits)
         self._line: deque[ParkedClaim] = deque()
 
     @property
@@ -671,37 +672,52 @@ class CommandBackend(Backend):
         await self.call(Drop())
 
 
+class MailboxTimers:
+    """The alarms of all mailboxes of a process and event loop, and the task that rings them: one timer for them all."""
+
+    def __init__(self) -> None:
+        self.alarms = Alarms()
+        self.task = SharedTask("timers of mailboxes", self.alarms.timer.run)
+
+    @classmethod
+    def of_event_loop(cls) -> MailboxTimers:
+        """Return those of the running event loop."""
+        return process.shared("mailbox timers", process.event_loop(), cls)
+
+
 class BatchedBackend(CommandBackend):
     """A command backend whose claims wait in a line and are woken by the process itself.
 
-    Its ``open`` calls :meth:`open_line`, and starts :meth:`keep_time`; its ``close`` calls :meth:`end_timers` at the end. It
+    Its ``open`` calls :meth:`begin_timers` and :meth:`open_line`; its ``close`` calls :meth:`end_timers` at the end. It
     overrides :meth:`claim_once` or :meth:`new_claim` if a claim is more on its store.
     """
 
     def __init__(self, name: str, capacity: int | None) -> None:
         super().__init__(name, capacity)
-        self.waiters = Waiters()
+        self.waiters = Waiters(Alarms())
         self.waiters.close()  # until it is opened
+        self._timers: MailboxTimers | None = None
+        self._timers_scope: DaemonScope | None = None
 
     # --------------------------------------------------------------------------------------------------------- timers
+
+    def begin_timers(self, scope: DaemonScope) -> Alarms:
+        """Return the alarms of this event loop. They ring until :meth:`end_timers` at least, whatever is cancelled."""
+        self._timers, self._timers_scope = MailboxTimers.of_event_loop(), scope
+        self._timers.task.join(scope)
+        return self._timers.alarms
+
+    def end_timers(self) -> None:
+        """Undo :meth:`begin_timers` (idempotent)."""
+        self.waiters.alarm.end()
+        if self._timers is not None and self._timers_scope is not None:
+            self._timers.task.leave(self._timers_scope)
+            self._timers = self._timers_scope = None
 
     def open_line(self, waiters: Waiters) -> None:
         """Let claims wait in ``waiters`` from now on."""
         self.waiters = waiters
         self._now = loop_clock()
-        self._timers = anyio.CancelScope(shield=True)
-
-    async def keep_time(self) -> None:
-        """Ring the alarms of the line until :meth:`end_timers`.
-
-        A cancellation does not end them: clean-up under a shield has deadlines as well.
-        """
-        with self._timers:
-            await self.waiters.alarms.timer.run()
-
-    def end_timers(self) -> None:
-        """End :meth:`keep_time`."""
-        self._timers.cancel()
 
     # --------------------------------------------------------------------------------------------------------- claims
 

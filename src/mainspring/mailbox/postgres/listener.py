@@ -64,9 +64,6 @@ class OpenMailbox(Protocol):
     polling: Polling
     notifications: Notifications
 
-    def serve(self) -> None:
-        """Start a task that runs :meth:`SharedPool.serve`."""
-
     def fail_claims(self, error: MailboxConnectionError) -> None:
         """Fail the receives that wait, as the server does not answer. They need not find out by a call of their own."""
 
@@ -98,10 +95,10 @@ class Polling:
 
 
 class Polls:
-    """The polls of a process on one schema. ``timer`` is for its owner to run."""
+    """The polls of a process on one schema. :meth:`run` is for its owner's task."""
 
     def __init__(self, connections: ConnectionPool, schema: str) -> None:
-        self.timer = Periodic(self._step)
+        self._timer = Periodic(self._step)
         self.listening = False
         """True while notifications arrive."""
         self._connections = connections
@@ -122,8 +119,13 @@ class Polls:
         when = self._now() + seconds
         if when < mailbox.polling.due:
             mailbox.polling.due = when
-            if when < self.timer.due:
-                self.timer.wake_by(when)
+            if when < self._timer.due:
+                self._timer.wake_by(when)
+
+    async def run(self) -> None:
+        """Poll until cancelled. A poll that was cancelled is repeated when this runs again."""
+        self._timer.wake_by(self._now())
+        await self._timer.run()
 
     def interval(self, mailbox: OpenMailbox) -> float:
         """Return the seconds between two polls for a mailbox."""
@@ -157,7 +159,7 @@ class Polls:
             found, polled_at = {}, None
         except BaseException:
             for mailbox in mailboxes:
-                mailbox.polling.due = began  # for the next task that runs the timer
+                mailbox.polling.due = began
             raise
         now = self._now()
         for mailbox, seen in zip(mailboxes, signals, strict=True):
@@ -247,7 +249,8 @@ class PostgresListener:
                     if isinstance(error, TimeoutError):
                         await self._connections.is_answering()
                 pause = retries.failed()
-            self._polls.listening = False
+            finally:
+                self._polls.listening = False
             self._poll_all()
             await anyio.sleep(pause)
 

@@ -169,8 +169,8 @@ class PostgresBackend(BatchedBackend):
 
     Batchers each have one batch in flight at a time, and do not wait for each other. ``_batcher`` is for claims and all that a
     lease allows, in the order in which it comes; ``_sends`` is for messages; :class:`DedupSends` has two for those with a
-    dedup key. Sends within a capacity, in turns, and what concerns dead letters and cancellations travel alone. Timers, polls
-    and notifications are the pool's, for all its mailboxes.
+    dedup key. Sends within a capacity, in turns, and what concerns dead letters and cancellations travel alone. Polls and
+    notifications are the pool's, for all its mailboxes.
     """
 
     _pool: SharedPool
@@ -227,7 +227,7 @@ class PostgresBackend(BatchedBackend):
         self._ranks = {0}  # it may have been dropped since it was open last
         self.watermark = shared.watermark(self._number)
         self.polling = Polling(self._number, options.poll_interval)
-        self.open_line(Waiters(shared.alarms))
+        self.open_line(Waiters(self.begin_timers(scope)))
         self._reconnects = shared.connections.reconnects
         self._scope = scope
         self._context = copy_context()
@@ -237,6 +237,7 @@ class PostgresBackend(BatchedBackend):
         self._dedup: DedupSends | None = None
         self._turns: anyio.Semaphore | None = None
         shared.add_mailbox(self.name, self._number, self)
+        shared.task.join(scope)
 
     def _new_batcher(
         self,
@@ -250,15 +251,6 @@ class PostgresBackend(BatchedBackend):
         self._batchers.append(batcher)
         self._context.run(partial(self._scope.start_soon, batcher.run, name=f"{name} batches", stop=batcher.stop))
         return batcher
-
-    def serve(self) -> None:
-        """Start a task that serves all mailboxes of the pool, until this one is closed."""
-        self._context.run(partial(self._scope.start_soon, self.keep_time, name=f"mailbox {self.name!r} pool"))
-
-    async def keep_time(self) -> None:
-        """Run the timers, and all that the pool shares. A cancellation does not end them."""
-        with self._timers:
-            await self._pool.serve()
 
     def sweep_in(self, seconds: float) -> None:
         self._pool.polls.poll_in(self, seconds)
@@ -278,6 +270,7 @@ class PostgresBackend(BatchedBackend):
         finally:
             self.end_timers()
             shared.remove_mailbox(self._number, self)
+            shared.task.leave(self._scope)
             await shared.release()
 
     def statistics(self) -> MailboxStatistics:

@@ -1,5 +1,5 @@
-"""What the mailboxes of one process on one database share, on one event loop: connections, opening, notifications, timers,
-polls and maintenance. One mailbox's task serves all of them; when that mailbox closes, the next takes over.
+"""What the mailboxes of one process on one database share, on one event loop: connections, opening, notifications, polls and
+maintenance.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mainspring.mailbox.postgres.connection import ConnectionPool
 from mainspring.mailbox.postgres.listener import Polls, PostgresListener
 from mainspring.mailbox.postgres.schema import Maintenance
 from mainspring.redaction import one_line
-from mainspring.runtime.interval import Alarms
+from mainspring.runtime.shared_task import SharedTask
 
 if TYPE_CHECKING:
     from mainspring.mailbox.postgres.listener import OpenMailbox
@@ -41,25 +41,30 @@ class _JointOpening:
 
 
 class SharedPool:
-    """See the module. Get one by :meth:`shared`; use it between :meth:`acquire` and :meth:`release`."""
+    """See the module. Get one by :meth:`shared`; use it between :meth:`acquire` and :meth:`release`.
+
+    ``task`` listens, polls and maintains the tables for all mailboxes of the pool: each joins it with its scope.
+    """
 
     def __init__(self, conninfo: str, schema: str, timeout: float, silence: float, listens: bool) -> None:
         self.schema = schema
         self.connections = ConnectionPool(conninfo, timeout, silence, self._fell_silent)
         self.transactions = anyio.Semaphore(MAX_TRANSACTIONS)
         self.single_calls = anyio.Semaphore(MAX_SINGLE_CALLS, fast_acquire=True)
-        self.alarms = Alarms()
         self.polls = Polls(self.connections, schema)
         self.listener = PostgresListener(self.connections, schema, self.polls)
-        self._listens = listens
         self._openings: dict[bool, _JointOpening] = {}
         self._opening = anyio.Lock()
         self._users = 0
         self._watermarks: dict[int, Watermark] = {}
         self._numbers: dict[str, int] = {}
-        self._serves = False
-        self._servers_to_be: dict[OpenMailbox, None] = {}
-        self._maintenance = Maintenance(self.connections, schema)
+        self.task = SharedTask(
+            "mailboxes of a PostgreSQL database",
+            self.polls.run,
+            Maintenance(self.connections, schema).run,
+            self.connections.watch,
+            *([self.listener.run] if listens else []),
+        )
         self._loop = process.event_loop()  # kept alive, so that no other event loop has the same identity
 
     @classmethod
@@ -153,38 +158,12 @@ class SharedPool:
         self._numbers[name] = number
         self.polls.add(mailbox)
         self.listener.add(number, mailbox)
-        self._servers_to_be[mailbox] = None
-        self._find_server()
 
     def remove_mailbox(self, number: int, mailbox: OpenMailbox) -> None:
         """Do so no more."""
         self.polls.remove(mailbox)
-        self._servers_to_be.pop(mailbox, None)
         if self.listener.remove(number, mailbox):
             self._watermarks.pop(number, None)
 
     def _fell_silent(self, error: MailboxConnectionError) -> None:
         self.listener.fail_claims(error)
-
-    async def serve(self) -> None:
-        """Listen, run the timers and maintain the tables for all mailboxes of the pool, until cancelled; then let another."""
-        try:
-            async with anyio.create_task_group() as tasks:
-                self.polls.timer.wake_by(anyio.current_time())
-                tasks.start_soon(self.alarms.timer.run)
-                tasks.start_soon(self.polls.timer.run)
-                tasks.start_soon(self._maintenance.run)
-                tasks.start_soon(self.connections.watch)
-                if self._listens:
-                    tasks.start_soon(self.listener.run)
-        finally:
-            self.polls.listening = self._serves = False
-            self._find_server()
-
-    def _find_server(self) -> None:
-        """If no mailbox serves, let one do so that is not about to close."""
-        while not self._serves and self._servers_to_be:
-            mailbox, _ = self._servers_to_be.popitem()
-            if not mailbox.waiters.closed:
-                self._serves = True
-                mailbox.serve()

@@ -6,7 +6,7 @@ concurrent callers together, and messages to receives that wait:
 
 ``mailbox``     checks, and makes commands of a backend's calls; claims; what the timers do
 ``listener``    hears of new messages, and which processes wait for them
-``shared_server``  what the mailboxes of a process share: the listener, alarms, and sweeps of many mailboxes by one call
+``shared_server``  what the mailboxes of a process share: the listener, and sweeps of many mailboxes by one call
 ``client``      a batch of commands on its way: one call at a time, reconnecting, retries, what a lost call leaves to be done
 ``commands``    how each command is written for the library, and how its result is read
 ``topology``    which server has the mailbox

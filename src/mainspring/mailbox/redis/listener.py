@@ -72,7 +72,7 @@ class RedisWaiters(Waiters):
         self,
         wake_others: Callable[[int], None],
         put_back: Callable[[ClaimedMessage], None],
-        alarms: Alarms | None = None,
+        alarms: Alarms,
     ) -> None:
         super().__init__(alarms)
         self._wake_others = wake_others
@@ -258,7 +258,7 @@ class Subscription:
 class Listener:
     """Reads what the library publishes for the mailboxes of one connection. It reconnects by itself.
 
-    ``watch`` pings a server that has been silent; it runs as long as :meth:`run` does. Both may be cancelled and run again.
+    ``watch`` pings a server that has been silent; it runs as long as :meth:`run` does.
     """
 
     def __init__(self, topology: Topology) -> None:

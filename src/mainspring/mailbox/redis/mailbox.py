@@ -172,13 +172,13 @@ class RedisBackend(BatchedBackend):
             await client.ask(check, self.name, self._server.address, self._options.allow_eviction)
             self._shared = SharedServer.of(self._topology)
             self._prepare(client)
-            self._shared.join(scope)
+            self._shared.task.join(scope)
             try:
                 await self._make_known()
                 await self._shared.listener.add(self._subscription)
             except BaseException:
                 self._end_alarms()
-                self._shared.leave(scope)
+                self._shared.task.leave(scope)
                 raise
         except BaseException:
             await client.close()
@@ -189,7 +189,7 @@ class RedisBackend(BatchedBackend):
         from mainspring.mailbox.redis.client import Batches
         from mainspring.mailbox.redis.listener import ListenerEvents, RedisWaiters, Subscription
 
-        alarms = self._shared.alarms
+        alarms = self.begin_timers(self._scope)
         waiters = RedisWaiters(self._wake_others, self._put_back, alarms)
         self.open_line(waiters)
         self._sweep_alarm = alarms.alarm(self._sweep_due)
@@ -285,13 +285,14 @@ class RedisBackend(BatchedBackend):
             await client.close()
             await self._other_nodes.close()
             await self._shared.listener.remove(self._subscription)
-            self._shared.leave(self._scope)
+            self._shared.task.leave(self._scope)
 
     def _end_alarms(self) -> None:
         self._shared.sweeper.withdraw(self)
         self._batches.end()
-        for alarm in (self.waiters.alarm, self._sweep_alarm, self._recovery_alarm, self._leave_alarm):
+        for alarm in (self._sweep_alarm, self._recovery_alarm, self._leave_alarm):
             alarm.end()
+        self.end_timers()
 
     # ----------------------------------------------------------------------------------------------------- messages
 

@@ -1,12 +1,10 @@
-"""What the mailboxes of a process and event loop on one server share beside their connections: listener, alarms, sweeps.
+"""What the mailboxes of a process and event loop on one server share beside their connections: listener and sweeps.
 
-One mailbox's task serves all of them. When that mailbox closes, a task of another one takes over. In a cluster, where each
-mailbox has connections of its own, it shares with none.
+In a cluster, where each mailbox has connections of its own, it shares with none.
 """
 
 from __future__ import annotations
 
-from contextvars import Context, copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -18,12 +16,11 @@ from mainspring.mailbox.redis.client import Client, silence_of
 from mainspring.mailbox.redis.commands import MICRO, FunctionCall, keys_of
 from mainspring.mailbox.redis.connection import LOST
 from mainspring.mailbox.redis.listener import Listener
-from mainspring.runtime.interval import Alarms
+from mainspring.runtime.shared_task import SharedTask
 
 if TYPE_CHECKING:
     from mainspring.mailbox.redis.commands import Argument
     from mainspring.mailbox.redis.topology import Topology
-    from mainspring.runtime.scope import DaemonScope
 
 KIND: Final = "redis servers"
 MOST_TOGETHER: Final = 100
@@ -31,16 +28,15 @@ MOST_TOGETHER: Final = 100
 
 
 class SharedServer:
-    """See the module. Get one by :meth:`of`, :meth:`join` it, and :meth:`leave` it in the end."""
+    """See the module. Get one by :meth:`of`. A mailbox takes part by joining the ``task`` with its scope, and leaves it in the
+    end."""
 
     def __init__(self, topology: Topology) -> None:
-        self.alarms = Alarms()
         self.listener = Listener(topology)
         self.sweeper = Sweeper(topology)
-        self._members: dict[DaemonScope, Context] = {}
-        self._server: DaemonScope | None = None  # whose task serves
-        self._serving = anyio.CancelScope()
-        self._turn = anyio.Lock()
+        self.task = SharedTask(
+            "mailboxes of a Redis server", self.listener.run, self.listener.watch.run, self.sweeper.run
+        )
 
     @classmethod
     def of(cls, topology: Topology) -> SharedServer:
@@ -48,32 +44,6 @@ class SharedServer:
         if topology.cluster:
             return cls(topology)
         return process.shared(KIND, (process.event_loop(), topology.server), partial(cls, topology))
-
-    def join(self, scope: DaemonScope) -> None:
-        """Take part, with the scope of a mailbox: a task of it may serve all."""
-        self._members[scope] = copy_context()
-        self._find_server()
-
-    def leave(self, scope: DaemonScope) -> None:
-        """Take part no more."""
-        self._members.pop(scope, None)
-        if self._server is scope:
-            self._server = None
-            self._serving.cancel()
-            self._find_server()
-
-    def _find_server(self) -> None:
-        if self._server is None and self._members:
-            scope, context = next(iter(self._members.items()))
-            self._server, self._serving = scope, anyio.CancelScope(shield=True)
-            context.run(partial(scope.start_soon, self._serve, self._serving, name="mailboxes of a Redis server"))
-
-    async def _serve(self, serving: anyio.CancelScope) -> None:
-        """Serve all until that scope is cancelled. Nothing else ends it: clean-up under a shield still needs it."""
-        with serving:
-            async with self._turn, anyio.create_task_group() as tasks:
-                for serve in (self.alarms.timer.run, self.listener.run, self.listener.watch.run, self.sweeper.run):
-                    tasks.start_soon(serve)
 
 
 class SweptMailbox(Protocol):

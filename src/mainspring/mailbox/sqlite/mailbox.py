@@ -168,8 +168,9 @@ class SQLiteBackend(batched.BatchedBackend):
         self._boot = clock.boot_clock()
         self._wall = clock.wall_clock()
         self._real_work = clock.work_holder()
-        self.open_line(SQLiteWaiters(self.sweep_in, self.notifications.cancelled.publish))
-        self._sweep_alarm = self.waiters.alarms.alarm(self._sweep_due)
+        alarms = self.begin_timers(scope)
+        self._sweep_alarm = alarms.alarm(self._sweep_due)
+        self.open_line(SQLiteWaiters(alarms, self.sweep_in, self.notifications.cancelled.publish))
         self._scope = scope
         self._batcher = Batcher(
             self._execute, resume=self._until_executed, undo=self.undo, name=f"mailbox {self.name!r}"
@@ -180,13 +181,13 @@ class SQLiteBackend(batched.BatchedBackend):
             if opening.error is not None:
                 raise opening.error
         except BaseException:
+            self.end_timers()
             await self._release()
             raise
         self._number = self.waiters.mailbox = opening.result
         self._keep_at = self._now() + TRANSIENT_LIFE / 24 if self.name.startswith(TRANSIENT) else math.inf
         self.notifications.cancelled.on_demand = self._hear_cancelled
         shared.add_waiters(self.waiters)
-        scope.start_soon(self.keep_time, name=f"mailbox {self.name} timers")
         scope.start_soon(self._batcher.run, name=f"mailbox {self.name} batches", stop=self._batcher.stop)
 
     def statistics(self) -> MailboxStatistics:
@@ -203,6 +204,7 @@ class SQLiteBackend(batched.BatchedBackend):
         try:
             await self._batcher.close()
         finally:
+            self._sweep_alarm.end()
             self.end_timers()
             if self._shared is not None:
                 self._shared.remove_waiters(self.waiters)

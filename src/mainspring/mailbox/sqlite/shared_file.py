@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from mainspring.mailbox.sqlite.threads import FileWatcher, Writers
     from mainspring.mailbox.sqlite.unit_of_work import UnitOfWork
+    from mainspring.runtime.interval import Alarms
 
 
 class Look(Command):
@@ -46,8 +47,10 @@ class SQLiteWaiters(batched.Waiters):
 
     __slots__ = ("announced", "cancelled", "due_in", "listens", "loop", "mailbox")
 
-    def __init__(self, due_in: Callable[[float], None], cancelled: Callable[[list[str]], object]) -> None:
-        super().__init__()
+    def __init__(
+        self, alarms: Alarms, due_in: Callable[[float], None], cancelled: Callable[[list[str]], object]
+    ) -> None:
+        super().__init__(alarms)
         self.mailbox = 0
         self.loop = event_loop()
         self.due_in = due_in
