@@ -83,7 +83,7 @@ def main() -> int:
         comparison.report_rate("send-one", 1.0)
         comparison.report_rate("send-100", 1.0)
         comparison.report_rate("send-bulk", 1.0)
-        comparison.report_large("drain", 1.0)
+        comparison.report_large("drain-default", 1.0)
         comparison.report_large("send-one", 1.0)
         comparison.report_pickup()
         comparison.report_latency()
