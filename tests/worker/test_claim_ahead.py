@@ -55,10 +55,12 @@ async def test_no_more_handlers_run_at_once_than_there_may(made, concurrency, vi
     assert most == concurrency
 
 
-async def test_it_begins_with_its_slots_alone_and_does_so_again_after_an_idle_time(virtual_clock):
+@pytest.mark.parametrize("wait", [20, 0.99, 0.02])
+async def test_it_begins_with_its_slots_alone_and_does_so_again_after_an_idle_time(wait, virtual_clock):
+    """Also if an empty receive has just ended."""
     mailbox = FaultyMailbox()
     await mailbox.send_many(range(200))
-    async with background(MainLoop(mailbox, sleeper(0.001))):
+    async with background(MainLoop(mailbox, sleeper(0.001), wait_time_seconds=wait)):
         await settled(mailbox)
         asked = [(at, argument[0]) for at, call, argument in mailbox.calls if call == "claim"]
         assert {most for at, most in asked if at < 0.045} == {1}

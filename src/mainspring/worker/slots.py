@@ -195,7 +195,7 @@ AHEAD = 0.05
 """Seconds of work that a loop claims ahead: what its slots will begin in so long, at the rate at which they begin messages."""
 
 FIRST_LOOK = AHEAD / 16
-"""Seconds after which a loop knows its rate that was out of messages for less than ``AHEAD``."""
+"""Seconds until the first look at the rate of a loop that was out of messages for less than ``AHEAD``."""
 
 MOST_AHEAD = 100
 """The most messages that a loop has in hand because it claims ahead: more would save next to no calls to the store."""
@@ -208,8 +208,8 @@ class ClaimAhead:
     """Decides how many messages a loop may have in hand: as many as it has slots, or as began in the last ``AHEAD`` seconds.
 
     The rate is looked at when messages are claimed. A loop that was idle, or has just started, begins with its slots alone for
-    ``AHEAD``: a message that kills its process costs the others in hand an attempt. One that ran out of messages for less than
-    that knows its rate after ``FIRST_LOOK``. Else it would fall behind its senders each time, and catch up each time.
+    ``AHEAD``: a message that kills its process costs the others in hand an attempt. After a pause shorter than ``AHEAD`` the
+    first look comes after ``FIRST_LOOK``. Else the loop would fall behind its senders each time, and catch up each time.
     """
 
     def __init__(self, slots: int) -> None:
@@ -218,7 +218,7 @@ class ClaimAhead:
         self._begun = 0
         self._since = -math.inf
         self._look = AHEAD
-        self._ran_out = -math.inf
+        self._ran_out = -math.inf  # when there was nothing to claim for the first time since the last claim
         self._waiting = 0  # messages that had not begun after the last claim
 
     def claimed(self, count: int, waiting: int, now: float) -> None:
@@ -232,10 +232,11 @@ class ClaimAhead:
             self.most = max(self._slots, min(int(self._begun * AHEAD / seconds), MOST_AHEAD))
             self._begun, self._since, self._look = 0, now, AHEAD
 
-    def ran_out(self, now: float) -> None:
-        """Note that there was nothing to claim: the loop waits for what its slots can begin at once."""
+    def ran_out(self, when: float) -> None:
+        """Note that there was nothing to claim from ``when`` on: the loop waits for what its slots can begin at once."""
+        first = when if self._since > -math.inf else self._ran_out
         self.begin_anew()
-        self._ran_out = now
+        self._ran_out = first
 
     def begin_anew(self) -> None:
         """Have the slots alone in hand, until the rate is known again."""
@@ -255,7 +256,7 @@ class Slots:
         self.ahead = ClaimAhead(concurrency)
         self.deliveries: dict[Delivery, None] = {}
         self.suspects: set[Delivery] = set()
-        """Those whose worker has died before: it may have been their doing. With one in hand nothing is claimed ahead."""
+        """Deliveries of messages whose worker has died before, perhaps by them. With one in hand nothing is claimed ahead."""
         self.ordered = ordered and capacity is None
         self.leaving = 0
         """How many deliveries have a settlement that was asked for, so that their slots count as free."""

@@ -267,7 +267,8 @@ class Worker:
                 # After a failure it does not wait: an idle loop must learn that the store answers again before a message comes.
                 # Nor does it while it claims ahead: a waiting loop is idle, and takes what its slots can begin at once.
                 waits = self.store_health.answers and self._slots.ahead.most == self._concurrency
-                self._admit(await receive.claim(free, self._wait if waits else 0.0))
+                asked = self._clock()
+                self._admit(await receive.claim(free, self._wait if waits else 0.0), asked)
             else:
                 await self._receive_within(self._capacity, receive, free)
             self._slots.claiming -= free
@@ -285,13 +286,15 @@ class Worker:
         if not answers and capacity.full:  # the handlers of other loops may hold all slots for hours
             await self.store_health.probe()
         else:
-            await capacity.receive(free, self._wait if answers else 0.0, receive.claim, self._admit)
+            admit = partial(self._admit, asked=self._clock())
+            await capacity.receive(free, self._wait if answers else 0.0, receive.claim, admit)
 
-    def _admit(self, messages: list[Message[Any, Any]]) -> None:
+    def _admit(self, messages: list[Message[Any, Any]], asked: float) -> None:
+        """Take in what a claim has found that was made at ``asked``."""
         now = self._clock()
         self._starved = not messages and self._wait < POLL_PAUSE
         if not messages:
-            self._slots.ahead.ran_out(now)
+            self._slots.ahead.ran_out(asked)
             return
         made = partial(Delivery, self.name, self._clock, self._heartbeat, self.shutting_down, self._visibility, now)
         deliveries = list(map(made, messages))
