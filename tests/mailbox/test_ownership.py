@@ -7,7 +7,9 @@ import pytest
 
 from mainspring import ConfigError, DLQConsumer, InMemoryMailbox, LoopGroup, MailboxClosedError, MainLoop
 from mainspring.core.state_machine import MailboxState
+from mainspring.mailbox.ownership import open_in
 from mainspring.mailbox.sqlite.mailbox import SQLiteMailbox
+from mainspring.runtime.scope import DaemonScope
 
 pytestmark = pytest.mark.anyio
 
@@ -169,6 +171,32 @@ async def test_the_mailboxes_of_a_group_are_opened_at_the_same_time(virtual_cloc
     began = anyio.current_time()
     async with LoopGroup(loops):
         assert anyio.current_time() - began < 2
+
+
+class View(InMemoryMailbox):
+    """A mailbox that opens another one, ``after`` seconds late, and fails if that takes more than ``within``."""
+
+    def __init__(self, name, source, after, within):
+        super().__init__(name, serialize=False)
+        self.backend.works_unopened = False
+        self._source, self._after, self._within = source, after, within
+
+    async def __aenter__(self):
+        await anyio.sleep(self._after)
+        with anyio.fail_after(self._within):
+            async with DaemonScope() as scope:
+                await open_in(scope, [self._source], "view")
+        return await super().__aenter__()
+
+
+async def test_an_opening_that_its_first_user_gives_up_ends_for_the_second(virtual_clock):
+    async def handle(job: int) -> None: ...
+
+    source = Slow("source")
+    views = [View("second", source, 0.1, 60), View("first", source, 0, 0.5)]
+    with pytest.raises(MailboxClosedError, match="'source' was closed while it was being opened"):
+        async with LoopGroup([MainLoop(view, handle, name=view.name) for view in views]):
+            raise AssertionError("it has started")
 
 
 async def test_of_several_that_cannot_be_opened_the_first_is_named_and_none_stays_open(virtual_clock):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from mainspring.core.state_machine import MailboxState
-from mainspring.errors import ConfigError
+from mainspring.errors import ConfigError, MailboxClosedError
 from mainspring.runtime.scope import DaemonScope
 
 if TYPE_CHECKING:
@@ -121,7 +121,9 @@ class _OwnedMailbox:
             self._error = error
             self._opening_ended()
         finally:
-            self._owner.opening.pop(self._mailbox, None)
+            if self._tried is not None:
+                self._error = MailboxClosedError(f"mailbox {self._mailbox.name!r} was closed while it was being opened")
+                self._opening_ended()
             self._mailbox.opened_by = None
 
     def _opening_ended(self) -> None:

@@ -36,7 +36,7 @@ Host: TypeAlias = tuple[str, int]
 class Accepts:
     """Which values an option takes: ``schema`` reads one, ``description`` says to people what it must be.
 
-    Neither errors nor a repr show the value of a ``secret`` option.
+    Errors do not show the value of a ``secret`` option.
     """
 
     def __init__(self, schema: CoreSchema, description: str = "text", *, secret: bool = False) -> None:

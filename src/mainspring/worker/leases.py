@@ -99,10 +99,7 @@ class LeaseKeeper:
                 delivery.revoke()
 
     def _look(self) -> float:
-        """Start what is due, and say when to look again: soon enough for a settlement that hangs.
-
-        Having overslept changes nothing here: the store's clock went on meanwhile.
-        """
+        """Start what is due, and say when to look again: soon enough for a settlement that hangs."""
         now = anyio.current_time()
         due = now + SETTLE_TIMEOUT if self._deliveries else math.inf
         for delivery in list(self._deliveries):
