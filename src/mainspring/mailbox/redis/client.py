@@ -26,10 +26,12 @@ from mainspring.mailbox.redis.commands import (
     MICRO,
     OPERATIONS,
     TAKES,
+    BodiesCall,
     FunctionCall,
     RedisClaim,
     UndoLostClaims,
     base_of,
+    bodies_of,
     calls_for,
     joined,
     keys_of,
@@ -87,7 +89,7 @@ class Client:
         self._now = loop_clock()
         self._channel: Channel | None = None
         self._busy = False
-        self.out: FunctionCall | None = None
+        self.out: FunctionCall | BodiesCall | None = None
         """The call whose reply is still to come; the next call disconnects first, if it is another one."""
         self._keys: tuple[bytes, ...] = ()  # of the last call without keys of other mailboxes
         self._starts: dict[bytes, bytes] = {}  # by function: how calls with these keys begin
@@ -113,7 +115,7 @@ class Client:
         """Return the address of the server that it is connected to."""
         return self._channel.host if self._channel is not None and self._channel.current else None
 
-    async def call(self, call: FunctionCall) -> list[Any]:
+    async def call(self, call: FunctionCall | BodiesCall) -> list[Any]:
         """Have the server run a call, or read the reply of the call that is out. Cancelled in the wait, it leaves the call out.
 
         :raises MailboxConnectionError: the server cannot be reached, does not answer, or refuses. After a lost connection or
@@ -129,6 +131,8 @@ class Client:
                 if self.out is None:
                     if channel is None or not channel.is_fresh(began - self._silence):
                         channel = await self._connect_by(began + self._timeout)
+                    if type(call) is FunctionCall and call.bodies:
+                        await channel.shared.write("HSET", _packed_bodies(call))
                     await channel.send(self._packed(call, function))
                     self.out = call
                 elif channel is None:  # disconnected meanwhile
@@ -159,8 +163,10 @@ class Client:
         finally:
             self._busy = False
 
-    def _packed(self, call: FunctionCall, function: bytes) -> bytes:
+    def _packed(self, call: FunctionCall | BodiesCall, function: bytes) -> bytes:
         """Return a call as it is written. Function and keys are packed once, unless there are keys of other mailboxes."""
+        if isinstance(call, BodiesCall):
+            return pack(("HMGET", bodies_of(call.name), *(delivery.message_id for delivery in call.deliveries)))
         if call.others:
             return pack((b"FCALL", function, len(call.keys), *call.keys, *call.arguments))
         if call.keys is not self._keys:
@@ -330,6 +336,14 @@ class Client:
         return self._topology.server.address.partition("://")[2]
 
 
+def _packed_bodies(call: FunctionCall) -> bytes:
+    """Return the command that stores the bodies of a call. The driver would copy each of them many times."""
+    parts = [b"*%d\r\n" % (2 + len(call.bodies))]
+    for argument in (b"HSET", bodies_of(call.name), *call.bodies):
+        parts += (b"$%d\r\n" % len(argument), argument, b"\r\n")
+    return b"".join(parts)
+
+
 class Batches:
     """Executes the batches of the mailbox ``name`` for its batcher.
 
@@ -361,8 +375,8 @@ class Batches:
         self._client = client
         self._timeout = timeout
         self._commands: list[Command] = []
-        self._calls: Iterator[FunctionCall] = iter(())
-        self._call: FunctionCall | None = None
+        self._calls: Iterator[FunctionCall | BodiesCall] = iter(())
+        self._call: FunctionCall | BodiesCall | None = None
         self._asked_at = 0.0
         self._waiter = waiter
         self._on_due = on_due
@@ -395,7 +409,12 @@ class Batches:
                     self._call, self._asked_at = call, self._now()
                     if self._asked_at + self._timeout < self._watch.due:
                         self._watch.wake_by(self._asked_at + self._timeout)
-                due, then, dropped = call.take(await self._client.call(call))
+                result = await self._client.call(call)
+                if isinstance(call, BodiesCall):
+                    call.take(result)
+                    self._call = None
+                    continue
+                due, then, dropped = call.take(result)
                 self._call = None
                 self.clock_offset = self._asked_at - then / MICRO
                 self._last_claim = max(self._last_claim, call.last_claim)
@@ -506,7 +525,6 @@ class OtherNodes:
         name = reply.reply_to or ""
         send = Send([replace(reply, reply_to=None, dedup_key=f"reply:{message_id}")])
         check_size("a reply", stored_size(send.envelopes[0]), self._topology.longest, TAKES)
-        (call,) = calls_for(name, keys_of(name), [send])
         target = self._targets.pop(name, None)
         if target is None:
             topology = Topology(self._topology.server, base_of(name), cluster=True)
@@ -517,7 +535,9 @@ class OtherNodes:
             with anyio.fail_after(self._timeout):
                 await self._close_oldest()
                 async with target.lock:
-                    call.take(await target.client.call(call))
+                    while not (send.result or send.error):  # an empty result: AGAIN
+                        (call,) = calls_for(name, keys_of(name), [send])
+                        call.take(await target.client.call(call))
         except TimeoutError:
             raise MailboxConnectionError(
                 f"the mailbox {name!r} has not taken the reply within {self._timeout:g} s"

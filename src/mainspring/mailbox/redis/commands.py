@@ -48,10 +48,15 @@ _KEYS: Final = (
     "dead_order",
     "dead_details",
     "waiters",
+    "bodies",
 )
 MICRO: Final = 1_000_000
 LONGEST_NUMBER: Final = 20
 PLAIN: Final = b"-"
+APART: Final = b"@"
+"""Stands before the head of a message whose body is kept apart, in the key ``bodies``."""
+LARGE: Final = 65_536
+"""Bytes above which a body is kept apart."""
 MOST_ARGUMENTS: Final = 50_000
 """Of one call, unless a single operation has more: the server serves no other client meanwhile."""
 MOST_DEAD: Final = 1_000
@@ -69,6 +74,11 @@ def keys_of(name: str) -> tuple[bytes, ...]:
     """Return the keys of a mailbox in the order of the library."""
     base = base_of(name)
     return tuple(base + key.encode() for key in _KEYS)
+
+
+def bodies_of(name: str) -> bytes:
+    """Return the key of the bodies that are kept apart."""
+    return base_of(name) + b"bodies"
 
 
 def encoded(text: str) -> bytes:
@@ -94,8 +104,8 @@ def head_of(envelope: Envelope) -> bytes:
     return b"+%b\n" % json.dumps(details, separators=(",", ":")).encode()
 
 
-def read_message(value: bytes) -> tuple[float, bytes, str | None, Mapping[str, str]]:
-    """Return the time of sending (POSIX), body, reply_to and headers.
+def read_message(value: bytes) -> tuple[float, bytes | None, str | None, Mapping[str, str]]:
+    """Return the time of sending (POSIX), body (None: it is kept apart), reply_to and headers.
 
     :raises SerializationError: no mailbox wrote this.
     """
@@ -104,6 +114,10 @@ def read_message(value: bytes) -> tuple[float, bytes, str | None, Mapping[str, s
         at = int(sent) / MICRO
         if rest[:1] == PLAIN:
             return at, rest[1:], None, {}
+        if is_apart := rest[:1] == APART:
+            rest = rest[1:]
+        if rest == PLAIN:
+            return at, None, None, {}
         line, _, body = rest[1:].partition(b"\n")
         details = json.loads(line)
         reply_to, headers = details.get("r"), details.get("h", {})
@@ -112,7 +126,7 @@ def read_message(value: bytes) -> tuple[float, bytes, str | None, Mapping[str, s
             raise ValueError
     except (ValueError, AttributeError, RecursionError):
         raise SerializationError(UNREADABLE.error) from None
-    return at, body, reply_to, headers
+    return at, None if is_apart else body, reply_to, headers
 
 
 def claimed_at(receipt: bytes) -> int:
@@ -121,7 +135,7 @@ def claimed_at(receipt: bytes) -> int:
 
 
 def delivery_of(token: bytes, value: bytes, details: dict[bytes, bytes] | None, leased_at: float) -> ClaimedMessage:
-    """Read a delivery. ``details`` is what only some messages have."""
+    """Read a delivery. ``details`` is what only some messages have. Its body is None until :class:`FetchBodies` has it."""
     receipt = token.decode()
     tick, _, _, spot = receipt.split(".", 3)
     claimed, message_id = int(tick) / MICRO, spot[16:]
@@ -156,7 +170,9 @@ def _read_dead(
         sent, body, reply_to, headers = 0.0, value, None, {}
     ended, charged, first, died = _numbers(counts, 4)
     name = message_id.decode("utf-8", "replace")
-    delivery = ClaimedMessage(name, body, "", ended, charged, sent, first / MICRO, reply_to, headers)
+    delivery = ClaimedMessage(
+        name, value if body is None else body, "", ended, charged, sent, first / MICRO, reply_to, headers
+    )
     delivery.checkpoint = checkpoint
     delivery.history = None if history is None else history.decode("utf-8", "replace")
     return delivery, _read_reason(reason), died / MICRO
@@ -234,6 +250,13 @@ class UndoLostClaims(Command):
 
     claimant: str
     last_claim: int
+
+
+@dataclass(eq=False, repr=False, slots=True)
+class FetchBodies(Command):
+    """Fetch the bodies of claimed messages that are kept apart. A message whose body is gone is not readable."""
+
+    deliveries: list[ClaimedMessage]
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -315,16 +338,29 @@ def _write_sends(call: FunctionCall, sends: Sequence[batched.Send]) -> None:
     first, most = envelopes[0], sends[0].capacity  # the others differ from the first in body, headers and key only
     expires = 0 if first.expires_in is None else max(1, micros(first.expires_in))
     has_keys = any(map(_dedup_key, envelopes))
-    if len(envelopes) > 1 or has_keys or first.delay or expires or most is not None:
+    # The mailbox of a requester may be gone: a body would stay there for ever. A second try is for a body that was not there.
+    keeps_apart = not (call.name.startswith("~") or sends[0].result is AGAIN)
+    is_one = (
+        len(envelopes) == 1 and not (has_keys or first.delay or expires or len(first.body) > LARGE) and most is None
+    )
+    if is_one:
+        call.arguments += ("send_one", -first.priority)
+    else:
         call.arguments += ("send", len(envelopes), -first.priority, micros(first.delay), expires)
         call.arguments += (-1 if most is None else most, int(has_keys))
-    else:
-        call.arguments += ("send_one", -first.priority)
+    large: list[str] = []
     for envelope in envelopes:
         head = head_of(envelope) if envelope.headers or envelope.reply_to is not None else PLAIN
-        call.arguments += (envelope.message_id, head + envelope.body)
+        if keeps_apart and len(envelope.body) > LARGE:
+            large.append(envelope.message_id)
+            call.bodies += (envelope.message_id.encode(), envelope.body)
+            call.arguments += (envelope.message_id, APART + head)
+        else:
+            call.arguments += (envelope.message_id, head + envelope.body)
         if has_keys:
             call.arguments.append(encoded(envelope.dedup_key or ""))
+    if not is_one:
+        call.arguments += (len(large), *large)
 
 
 def _take_sends(call: FunctionCall, sends: Sequence[batched.Send], result: Any) -> None:
@@ -333,7 +369,8 @@ def _take_sends(call: FunctionCall, sends: Sequence[batched.Send], result: Any) 
     if problem == b"full" and first.capacity is not None:
         first.error = full(result[1], first.capacity, result[2])
     elif problem == b"again":
-        first.result = AGAIN
+        for send in sends:
+            send.result = AGAIN
     elif result and problem != b"oom":
         first.result = [str(message_id, "utf-8", "replace") for message_id in result]
     elif problem is not None:
@@ -552,6 +589,7 @@ OPERATIONS: Final[dict[type[Command], Operation]] = {
     batched.ListDead: _single(10, lambda _, c: ("list_dead", c.limit, encoded(c.after or "")), _take_dead),
     batched.FindDead: _single(10, lambda _, c: ("find_dead", *_ids(c.ids)), _take_dead),
     batched.Drop: _single(12, lambda *_: ("drop",)),
+    FetchBodies: _single(13, lambda *_: ()),  # a call of its own: BodiesCall
 }
 
 
@@ -577,6 +615,8 @@ class FunctionCall:
     """Its operations: each is one command, or several of one kind, and has one result."""
     others: dict[str, int] = field(default_factory=dict)
     """The numbers of other mailboxes of the call."""
+    bodies: list[bytes] = field(default_factory=list)
+    """Ids and bodies that are stored just before the call, with a command of their own."""
 
     def number(self, name: str) -> int:
         """Return the number of another mailbox of the call; 0 is this one."""
@@ -607,13 +647,33 @@ class FunctionCall:
         return due, now, dropped
 
 
+@dataclass(eq=False, slots=True)
+class BodiesCall:
+    """The command that fetches bodies of the mailbox ``name``. It is no call of the library, which would copy them."""
+
+    name: str
+    fetches: Sequence[Any]
+
+    @property
+    def deliveries(self) -> list[ClaimedMessage]:
+        """Return the messages whose bodies it fetches."""
+        return [delivery for fetch in self.fetches for delivery in fetch.deliveries]
+
+    def take(self, bodies: list[bytes | None]) -> None:
+        """Give the bodies out."""
+        for delivery, body in zip(self.deliveries, bodies, strict=True):
+            delivery.body, delivery.is_readable = body or b"", body is not None
+        for fetch in self.fetches:
+            fetch.done = True
+
+
 def calls_for(
     name: str,
     keys: tuple[bytes, ...],
     commands: list[Command],
     leased_at: float = 0.0,
     waiter: Callable[[int], str] = lambda _: "",
-) -> Iterator[FunctionCall]:
+) -> Iterator[FunctionCall | BodiesCall]:
     """Yield the calls that do ``commands``, in the order of the operations; as a rule it is one call.
 
     The callers of one batch do not know of each other, so any order is right. Neighbours of one kind are written as one.
@@ -623,6 +683,11 @@ def calls_for(
     if len(commands) > 1:
         groups = (list(alike) for _, alike in groupby(sorted(commands, key=_order), key=_kind))
     for group in groups:
+        if isinstance(group[0], FetchBodies):  # the last of the groups
+            if call.groups:
+                yield call
+            yield BodiesCall(name, group)
+            return
         if len(call.arguments) >= MOST_ARGUMENTS:
             yield call
             call = FunctionCall(name, keys, leased_at, waiter)
@@ -639,10 +704,12 @@ def _kind(command: Command) -> Hashable:
     """Return a value that is the same for commands that are written as one operation."""
     if isinstance(command, AcknowledgeMany):
         return AcknowledgeMany
+    if isinstance(command, FetchBodies):
+        return FetchBodies
     if isinstance(command, RedisClaim):
         return RedisClaim, command.visibility
     if isinstance(command, batched.Send) and len(command.envelopes) == 1 and command.capacity is None:
         envelope = command.envelopes[0]
-        if envelope.dedup_key is None:
+        if envelope.dedup_key is None and command.result is not AGAIN:
             return batched.Send, envelope.priority, envelope.delay, envelope.expires_in
     return command

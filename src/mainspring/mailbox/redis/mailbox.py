@@ -22,6 +22,7 @@ from mainspring.mailbox.redis.commands import (
     MICRO,
     MOST_DEAD,
     TAKES,
+    FetchBodies,
     RedisClaim,
     RedisOpen,
     RedisSweep,
@@ -381,26 +382,42 @@ class RedisBackend(BatchedBackend):
         self, max_messages: int, visibility_timeout: float, wait_time_seconds: float
     ) -> list[ClaimedMessage]:
         if not wait_time_seconds:
-            return await self.claim_once(max_messages, visibility_timeout, waits=False)
-        waiters, visible = self.waiters, micros(visibility_timeout)
-        waiters.active += 1
-        waiters.wanted[visible] = waiters.wanted.get(visible, 0) + 1
-        self.sweep_in(self._options.fallback_interval)
-        is_late = False
+            found = await self.claim_once(max_messages, visibility_timeout, waits=False)
+        else:
+            waiters, visible = self.waiters, micros(visibility_timeout)
+            waiters.active += 1
+            waiters.wanted[visible] = waiters.wanted.get(visible, 0) + 1
+            self.sweep_in(self._options.fallback_interval)
+            is_late = False
+            try:
+                found = await super().claim(max_messages, visible / MICRO, wait_time_seconds)
+                is_late = not found and not waiters.closed
+            finally:
+                waiters.active -= 1
+                waiters.wanted[visible] -= 1
+                if not waiters.wanted[visible]:
+                    while (held := self._take_held(visible)) is not None:
+                        self._put_back(held)
+                    if is_late:
+                        self._leave_alarm.wake_by(self._now() + LINGER)
+                    else:
+                        self._leave_idle()
+        for delivery in found:
+            if delivery.body is None:
+                return await self._with_bodies(found)
+        return found
+
+    async def _with_bodies(self, found: list[ClaimedMessage]) -> list[ClaimedMessage]:
+        """Fetch the bodies that are kept apart. If that fails, or the mailbox is closed meanwhile, undo the claim."""
+        fetched = False
         try:
-            found = await super().claim(max_messages, visible / MICRO, wait_time_seconds)
-            is_late = not found and not waiters.closed
-            return found
+            if not self.waiters.closed:
+                await self._batcher.call(FetchBodies([delivery for delivery in found if delivery.body is None]))
+                fetched = not self.waiters.closed
         finally:
-            waiters.active -= 1
-            waiters.wanted[visible] -= 1
-            if not waiters.wanted[visible]:
-                while (held := self._take_held(visible)) is not None:
-                    self._put_back(held)
-                if is_late:
-                    self._leave_alarm.wake_by(self._now() + LINGER)
-                else:
-                    self._leave_idle()
+            if not fetched:
+                self._batcher.post(batched.Unclaim(found))
+        return found if fetched else []
 
     def _leave_idle(self) -> float:
         """Take this process off the list, as far as no receive waits."""

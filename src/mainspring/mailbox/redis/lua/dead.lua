@@ -109,7 +109,7 @@ end
 
 local function purge(box)
   local dropped = waiting(box)
-  redis.call('UNLINK', box.messages, box.ready, box.delayed, box.leases, box.more, box.dedup, box.expiry)
+  redis.call('UNLINK', box.messages, box.ready, box.delayed, box.leases, box.more, box.dedup, box.expiry, box.bodies)
   box.settled = box.settled + dropped
   return dropped
 end

@@ -87,13 +87,19 @@ local function send_one(box, id, rank, value)
   end
 end
 
+local NO_BODY = {} -- the error of a send whose body is not there
+
 -- See send. `values`, `spots` and `keys` become the arguments of the commands that store them, and their dedup keys.
-local function send_all(box, values, spots, keys, from, count, rank, delay, expires, has_keys)
+local function send_all(box, values, spots, keys, from, count, rank, delay, expires, has_keys, large)
   local at, step, last = from, has_keys and 3 or 2, 0
   local before, ids, own = next_seq(box, count) - count, {}, {}
   local sent = '|' .. text(now) .. '|' .. rank .. '|'
   local score = delay > 0 and text(now + delay) or rank
   local behind = delay > 0 and rank .. '.'
+  local is_large = {}
+  for _, id in ipairs(large) do
+    is_large[id] = true
+  end
   for i = 1, count do
     local id, same = ARGV[at], nil
     if has_keys then
@@ -112,6 +118,9 @@ local function send_all(box, values, spots, keys, from, count, rank, delay, expi
     if not same then
       if full then
         return nil
+      end
+      if is_large[id] and redis.call('HEXISTS', box.bodies, id) == 0 then
+        error(NO_BODY, 0)
       end
       local place = place_of(before + i)
       values[last + 1] = id
@@ -162,8 +171,9 @@ local function undo_send(box, values, spots, keys)
   pcall(bulk, 'HDEL', box.messages, ids)
 end
 
--- Store `count` messages, from ARGV[from] on: id and body (with its flags), and the dedup key if `has_keys`. Their ids; nil
--- where there is no memory for them: then none is stored.
+-- Store `count` messages, from ARGV[from] on: id and body (with its flags), and the dedup key if `has_keys`. The bodies of those
+-- with the ids `large` are stored already, else it is an error: NO_BODY. Their ids; nil where there is no memory for them: then
+-- none is stored.
 local function send(box, ...)
   local values, spots, keys = {}, {}, {}
   local done, result = pcall(send_all, box, values, spots, keys, ...)

@@ -13,6 +13,7 @@ local USED = {
   { 'zset', 'dead_order', 'ZADD ZCARD ZRANGE ZRANK ZREM ZSCAN ZSCORE' },
   { 'hash', 'dead_details', 'HDEL HMGET HSET' },
   { 'zset', 'waiters', 'ZADD ZCARD ZPOPMIN ZREM ZSCORE' },
+  { 'hash', 'bodies', 'HDEL HEXISTS HGET HLEN HMGET HRANDFIELD HSCAN HSET HSTRLEN' },
 }
 
 local ALL_KEYS = { EXISTS = true, UNLINK = true } -- each argument of theirs is a key

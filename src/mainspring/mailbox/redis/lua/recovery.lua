@@ -61,8 +61,8 @@ local function restore(box, found)
   return count
 end
 
--- Drop the entries of an index whose records are gone: `id_of` an entry of it; nil: it is no entry.
-local function drop_without_record(box, found, remove, key, records, id_of)
+-- Delete the entries of a key whose records are gone; how many that were. `id_of` an entry of it; nil: it is no entry.
+local function delete_without_record(found, remove, key, records, id_of)
   local gone = {}
   for i = 1, #found, 2 do
     local id = id_of(found[i], found[i + 1])
@@ -71,7 +71,12 @@ local function drop_without_record(box, found, remove, key, records, id_of)
     end
   end
   bulk(remove, key, gone)
-  box.dropped = box.dropped + #gone
+  return #gone
+end
+
+-- The same for an index, which should have had none.
+local function drop_without_record(box, ...)
+  box.dropped = box.dropped + delete_without_record(...)
   return 0
 end
 
@@ -120,6 +125,12 @@ local PARTS = {
   end },
   { 'HSCAN', 'messages', restore },
   { 'HSCAN', 'dead', restore_dead },
+  { 'HSCAN', 'bodies', function(box, found)
+    delete_without_record(found, 'HDEL', box.bodies, box.messages, function(id)
+      return id
+    end)
+    return 0
+  end },
 }
 
 local function step_of(box, scan, key)
@@ -132,7 +143,9 @@ local function step_of(box, scan, key)
 end
 
 local function is_whole(box)
-  return redis.call('HLEN', box.messages) == waiting(box) and redis.call('HLEN', box.dead) == redis.call('ZCARD', box.dead_order)
+  local messages = redis.call('HLEN', box.messages)
+  return messages == waiting(box) and redis.call('HLEN', box.dead) == redis.call('ZCARD', box.dead_order)
+    and redis.call('HLEN', box.bodies) <= messages
 end
 
 -- Do what is due of it; how many messages and dead letters have been found again, and in how many microseconds to come again.

@@ -86,6 +86,36 @@ local function recover_every(of, every)
   return every < 0 and { 0, 0 } or recover(of, every)
 end
 
+-- Delete bodies that were stored for messages which have not been.
+local function delete_unused_bodies(of, ids)
+  for _, id in ipairs(ids) do
+    if redis.call('HEXISTS', of.messages, id) == 0 then
+      redis.call('HDEL', of.bodies, id)
+    end
+  end
+end
+
+-- What a sender is told, whose messages are stored (see send) if no more than `capacity` wait then; below 0: any number may.
+local function send_within(of, capacity, from, count, rank, delay, expires, has_keys, large)
+  if is_missing(of) then
+    return {}
+  end
+  if has_keys or capacity >= 0 then
+    sweep(of)
+  end
+  if capacity >= 0 then
+    local there, new = waiting(of), how_many_new(of, from, count, has_keys)
+    if new > 0 and there + new > capacity then
+      return sweep(of) and { 'again' } or { 'full', there, new }
+    end
+  end
+  local ids = send(of, from, count, rank, delay, expires, has_keys, large)
+  if not ids then
+    return { 'oom' }
+  end
+  return has_keys and ids or {}
+end
+
 local operations = {
   send_one = function() -- without a delay, an expiry, a capacity and a dedup key
     local rank, id = next_argument(), next_argument()
@@ -103,23 +133,13 @@ local operations = {
     local capacity, has_keys = next_number(), next_argument() == '1'
     local from = at
     at = at + count * (has_keys and 3 or 2)
-    if is_missing(box) then
-      return {}
+    local large = next_list()
+    local done, result = pcall(send_within, box, capacity, from, count, rank, delay, expires, has_keys, large)
+    pcall(delete_unused_bodies, box, large)
+    if not done and result ~= NO_BODY then
+      error(result, 0)
     end
-    if has_keys or capacity >= 0 then
-      sweep(box)
-    end
-    if capacity >= 0 then
-      local there, new = waiting(box), how_many_new(box, from, count, has_keys)
-      if new > 0 and there + new > capacity then
-        return sweep(box) and { 'again' } or { 'full', there, new }
-      end
-    end
-    local ids = send(box, from, count, rank, delay, expires, has_keys)
-    if not ids then
-      return { 'oom' }
-    end
-    return has_keys and ids or {}
+    return done and result or { 'again' }
   end,
   claim = function()
     local limit, visible, claimant = next_number(), next_number(), next_argument()

@@ -8,7 +8,15 @@
 -- that moves a message between its record and its dead letter, first looks whether all its commands can succeed (see verify).
 -- An error ends only its own operation. What is left in spite of all that (a key that was deleted), recovery.lua mends.
 --
---   messages  hash   id -> head and body. The head: place (16 digits) "|" time of sending "|" rank "|"
+-- A string that a function holds is copied several times, so large bodies do not pass through: the sender stores them with a
+-- command of its own just before the call, and the receiver reads them behind the claim. A body is there before its record, and
+-- goes behind it. If it is not there when the call comes (it was refused, or a purge or a recovery came between), the sender
+-- makes another call, with the body in it. A send that is refused deletes its bodies; recovery.lua those whose call was lost. A
+-- dead letter has its body in its record.
+--
+--   messages  hash   id -> head and body. The head: place (16 digits) "|" time of sending "|" rank "|". "@" behind it: the body is
+--                    in `bodies`
+--   bodies    hash   id -> body
 --   ready     zset   place .. id -> rank (the negative priority): in the order of delivery
 --   delayed   zset   rank "." id -> when it is due
 --   leases    zset   receipt -> when it ends. A receipt: time of the claim "." rank "." claimant "." place id
@@ -29,7 +37,7 @@
 -- Unlike the hash of the messages, `more` is empty in most mailboxes, so that one look at it saves all others.
 
 local AT_ONCE = 1000 -- of each kind that is due: the callers of this batch should not wait for thousands
-local KEYS_OF_ONE = 12
+local KEYS_OF_ONE = 13
 local DAY = 86400000
 local LONGEST_LEASE = 43200000000 -- that a receive can ask for, in microseconds
 local MOST_PUSHED = 65536 -- bytes that a message sent to who waits may have: a server hangs up on listeners that it owes too much
@@ -70,6 +78,7 @@ local function box_of(behind)
     messages = KEYS[behind + 1], ready = KEYS[behind + 2], delayed = KEYS[behind + 3], leases = KEYS[behind + 4],
     state = KEYS[behind + 5], more = KEYS[behind + 6], dedup = KEYS[behind + 7], expiry = KEYS[behind + 8],
     dead = KEYS[behind + 9], dead_order = KEYS[behind + 10], dead_details = KEYS[behind + 11], waiters = KEYS[behind + 12],
+    bodies = KEYS[behind + 13],
   }
 end
 
@@ -167,7 +176,7 @@ end
 
 -- Forget messages that have ended and have no place any more.
 local function delete_messages(box, ids)
-  local expire = redis.call('ZCARD', box.expiry) > 0
+  local expire, large = redis.call('ZCARD', box.expiry) > 0, redis.call('HLEN', box.bodies) > 0
   if has_more(box) then
     local keys = look_up('HMGET', box.more, fields('k', ids))
     local given = {}
@@ -187,12 +196,25 @@ local function delete_messages(box, ids)
     bulk('ZREM', box.expiry, ids)
   end
   bulk('HDEL', box.messages, ids)
+  if large then
+    bulk('HDEL', box.bodies, ids)
+  end
 end
 
 local function delete_dead(box, id)
   redis.call('HDEL', box.dead, id)
   redis.call('ZREM', box.dead_order, id)
   redis.call('HDEL', box.dead_details, 'm' .. id, 'w' .. id, 'c' .. id, 'h' .. id, 'k' .. id)
+end
+
+-- A record with its body, wherever that is; nil: the body was deleted by hand.
+local function with_body(box, id, value)
+  local head, rest = string.match(value, '^(%d+|%d+|%-?%d+|)@(.*)$')
+  if not head then
+    return value
+  end
+  local body = redis.call('HGET', box.bodies, id)
+  return body and head .. rest .. body
 end
 
 -- Deliveries, attempts and time of the first claim of a message that was returned before.
@@ -209,6 +231,12 @@ end
 local function dead_letter(box, id, why, claimed, history, at)
   local value = redis.call('HGET', box.messages, id)
   if not value then
+    return
+  end
+  value = with_body(box, id, value)
+  if not value then
+    box.dropped = box.dropped + 1
+    delete_messages(box, { id })
     return
   end
   local deliveries, attempts, first = counts_of(box, id)
