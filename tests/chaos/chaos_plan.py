@@ -86,6 +86,10 @@ class Settings:
         return asdict(self)
 
 
+LARGE = 25
+"""Of as many jobs one is large."""
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """A message's body."""
@@ -93,6 +97,13 @@ class Job:
     number: int
     fate: Fate
     takes: float
+    data: str = ""
+    """What makes a few of them large: stores may keep a large body elsewhere than a small one."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether it has the data of its number."""
+        return self.data == _data(self.number)
 
     @property
     def quick(self) -> bool:
@@ -109,7 +120,11 @@ def job(settings: Settings, number: int) -> tuple[Job, float]:
     if number // settings.burst % 2:
         takes = 0.0
     delay = chance.uniform(0.05, 0.5) if chance.random() < 0.02 else 0.0
-    return Job(number, fate, min(takes, 1.25 * settings.lease)), delay
+    return Job(number, fate, min(takes, 1.25 * settings.lease), _data(number)), delay
+
+
+def _data(number: int) -> str:
+    return f"{number} ".ljust(100_000, "x") if number % LARGE == 0 else ""
 
 
 @dataclass(frozen=True, slots=True)

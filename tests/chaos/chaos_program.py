@@ -84,7 +84,7 @@ class Handler:
             self._journal.note("ended", run=run, how=how)
 
     async def _work(self, job: Job, ctx: Context, run: int) -> None:
-        if job.fate is Fate.REJECTED:
+        if job.fate is Fate.REJECTED or not job.whole:
             raise Reject("as it is meant to be")
         if job.fate is Fate.SECOND and ctx.message.delivery_count == 1:
             raise ValueError("as it is meant to be")

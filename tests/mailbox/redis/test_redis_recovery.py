@@ -17,8 +17,10 @@ from servers import RedisServer
 pytestmark = pytest.mark.anyio
 
 KEYS = (
-    "messages ready delayed leases state more dedup expiry dead dead_order dead_details waiters".split()  # noqa: SIM905
+    "messages ready delayed leases state more dedup expiry dead dead_order dead_details waiters bodies".split()  # noqa: SIM905
 )
+LARGE = "x" * 100_000
+"""A body that is kept apart."""
 LUA = files("mainspring.mailbox.redis").joinpath("lua")
 COMMANDS = sorted(
     {
@@ -136,6 +138,7 @@ async def play_without_a_command(user, command):
             lambda: mailbox.send("expiring", expires_in=600),
             lambda: mailbox.send("delayed", delay=0.1),
             lambda: mailbox.send_many(["one", "two"], headers={"a": "b"}),
+            lambda: mailbox.send(LARGE),
         )
         done = await tried(
             ack.acknowledge,
@@ -165,6 +168,7 @@ async def play_without_a_command(user, command):
         "delayed": sent[3],
         "one": sent[4],
         "two": sent[4],
+        LARGE: sent[5],
     }
     for body, outcome in stored.items():
         if isinstance(outcome, Exception):
@@ -232,6 +236,7 @@ async def play_with_another_type(user, key):
             lambda: mailbox.send("plain"),
             lambda: mailbox.send("expiring", expires_in=600),
             lambda: mailbox.send("delayed", delay=0.1),
+            lambda: mailbox.send(LARGE),
         )
         acked, *_ = await tried(ack.acknowledge, nack.nack, lambda: die.dead_letter("no"))
         user.here.call("DEL", user.key(key))
@@ -239,7 +244,7 @@ async def play_with_another_type(user, key):
         got = await drained(mailbox, idle=0.6)
         await mailbox.replay_dead_letters()
         got += await drained(mailbox)
-    for body, outcome in zip(["keyed", "plain", "expiring", "delayed"], sent, strict=True):
+    for body, outcome in zip(["keyed", "plain", "expiring", "delayed", LARGE], sent, strict=True):
         assert (body in got) == isinstance(outcome, str), body
     assert "keyed once more" in got or isinstance(sent[0], str)
     if key != "messages":
