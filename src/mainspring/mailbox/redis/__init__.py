@@ -2,7 +2,7 @@
 
 The library of Lua functions keeps every rule about messages. One call of it runs a batch of operations on one mailbox, in one
 step. ``lua/store.lua`` says what a mailbox's keys hold, and what is left if a step fails halfway. Python brings operations of
-concurrent callers together, and messages to receives that wait:
+concurrent callers together, and messages to receives that wait. Large bodies do not pass through the library:
 
 ``mailbox``     checks, and makes commands of a backend's calls; claims; what the timers do
 ``listener``    hears of new messages, and which processes wait for them
