@@ -101,15 +101,18 @@ async def test_forty_mailboxes_with_loops_have_two_connections(here, anyio_backe
     assert names(here) == []
 
 
-async def test_what_shares_is_told_by_server_login_and_tls_not_by_name(here, anyio_backend):
+async def test_what_shares_is_told_by_server_login_timeout_and_silence_not_by_name(here, anyio_backend):
     here.call("ACL", "SETUSER", "other", "on", ">secret", "~*", "&*", "+@all")
     async with (
         here.mailbox("a"),
-        here.mailbox("b", capacity=5, timeout=1),
+        here.mailbox("b", capacity=5),
         open_mailbox(f"{here.url}?name={here.prefix}c"),
     ):
         assert names(here) == BOTH
         assert await here.mailbox("a").exists()
+        for others in ({"timeout": 1}, {"silence": 7}):
+            async with here.mailbox("d", **others):
+                assert names(here) == sorted(BOTH * 2)
         async with here.mailbox("a", username="other", password="secret"):
             assert names(here) == sorted(BOTH * 2)
             with pytest.raises(ConfigError, match="check the user and the password"):
@@ -189,7 +192,7 @@ async def test_mailboxes_that_wait_are_swept_together(anyio_backend):
                 before, began = calls_of(here, "fcall"), anyio.current_time()
                 await anyio.sleep(0.5)
                 made, seconds = calls_of(here, "fcall") - before, anyio.current_time() - began
-                assert 1 <= made <= 2 * seconds / 0.045 + 2
+                assert 1 <= made <= len(boxes) * seconds / 0.05 / 4
                 group.cancel_scope.cancel()
 
 
@@ -444,7 +447,7 @@ async def test_a_server_that_is_away_is_asked_by_one_for_all(anyio_backend):
 
 @pytest.mark.slow
 async def test_the_timeout_of_one_ends_no_call_of_its_neighbours(anyio_backend):
-    """It begins its next call on a new connection; theirs is answered on the old one."""
+    """Mailboxes of another timeout have connections of their own."""
     with RedisServer() as own, place(own.url) as here:
         async with here.mailbox("hasty", timeout=0.2) as hasty, here.mailbox("patient", timeout=30) as patient:
             own.send_signal(signal.SIGSTOP)
@@ -463,7 +466,7 @@ async def test_the_timeout_of_one_ends_no_call_of_its_neighbours(anyio_backend):
             assert await patient.counts() == Counts(pending=1)
             await hasty.send("y")
             assert len(await patient.receive()) == 1
-            await soon(lambda: names(here) == BOTH)
+            await soon(lambda: names(here) == sorted(BOTH * 2))
 
 
 # ------------------------------------------------------------------------------------------------- whose an answer is

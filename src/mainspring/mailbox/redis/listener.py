@@ -121,16 +121,11 @@ class Subscription:
     """What is published for one mailbox object, and the names under which this is on the list of waiters.
 
     :param base: the beginning of the names of its channels.
-    :param silence: seconds after which a server that has said nothing is taken to be gone.
     """
 
-    def __init__(
-        self, base: bytes, client: Client, waiters: RedisWaiters, events: ListenerEvents, timeout: float, silence: float
-    ) -> None:
+    def __init__(self, base: bytes, client: Client, waiters: RedisWaiters, events: ListenerEvents) -> None:
         self.base = base
         self.client = client
-        self.timeout = timeout
-        self.silence = silence
         self.live = False
         """True while what is published arrives."""
         self.live_since = -math.inf
@@ -258,12 +253,15 @@ class Subscription:
 class Listener:
     """Reads what the library publishes for the mailboxes of one connection. It reconnects by itself.
 
-    ``watch`` pings a server that has been silent; it runs as long as :meth:`run` does.
+    A server that has said nothing for its ``silence`` is taken to be gone. ``watch`` pings a server that has been silent; it
+    runs as long as :meth:`run` does.
     """
 
     def __init__(self, topology: Topology) -> None:
         self.watch = Periodic(self._watch)
         self._topology = topology
+        self._timeout = topology.server.timeout
+        self._silence = topology.server.silence
         self._now = loop_clock()
         self._subscriptions: dict[Subscription, None] = {}
         self._by_channel: dict[bytes, list[Subscription]] = {}
@@ -284,7 +282,7 @@ class Listener:
         self._subscriptions[subscription] = None
         subscription.client.on_connect = self._follow
         try:
-            with anyio.fail_after(subscription.timeout):
+            with anyio.fail_after(self._timeout):
                 async with self._turn:
                     channel = self._channel or await self._connect()
                 await self._subscribe(channel, [subscription])
@@ -294,7 +292,7 @@ class Listener:
                 raise MailboxConnectionError(f"the Redis server: {explain(error)}") from error
             raise
         self._added.set()
-        self.watch.wake_by(channel.shared.last_read_at + PING_SHARE * subscription.silence)
+        self.watch.wake_by(channel.shared.last_read_at + PING_SHARE * self._silence)
 
     async def remove(self, subscription: Subscription) -> None:
         """Listen for it no more; the last one closes the connection."""
@@ -329,7 +327,7 @@ class Listener:
                 self._added = anyio.Event()
                 with anyio.move_on_at(self._next_try):  # sooner, if a mailbox that opens has connected
                     await self._added.wait()
-            with anyio.fail_after(max((one.timeout for one in self._subscriptions), default=0.0)):
+            with anyio.fail_after(self._timeout):
                 async with self._turn:
                     channel = self._channel or await self._connect()
                 await self._subscribe(channel, [one for one in self._subscriptions if one.was_live and not one.live])
@@ -447,24 +445,20 @@ class Listener:
                     subscription.end()
                     tasks.start_soon(self._renew, subscription)
 
-    @property
-    def _silence(self) -> float:
-        return min((one.silence for one in self._subscriptions), default=math.inf)
-
     async def _watch(self, overslept: float) -> float:
-        channel, now, silence = self._channel, self._now(), self._silence
-        if channel is None or silence == math.inf:
+        channel, now = self._channel, self._now()
+        if channel is None:
             return math.inf
         shared = channel.shared
-        patience = min(PONG_SHARE * silence, *(one.timeout for one in self._subscriptions))
+        patience = min(PONG_SHARE * self._silence, self._timeout)
         if shared.pinged_at is not None:
             if now >= shared.pinged_at + patience:
                 self._silent = True
                 self._leave_it()
                 return math.inf
             return shared.pinged_at + patience
-        if now < shared.last_read_at + PING_SHARE * silence:
-            return shared.last_read_at + PING_SHARE * silence
+        if now < shared.last_read_at + PING_SHARE * self._silence:
+            return shared.last_read_at + PING_SHARE * self._silence
         with suppress(*LOST):  # reading tells what is wrong with the connection
             await channel.ping(now)
         return now + patience

@@ -68,8 +68,9 @@ class RedisMailbox(Mailbox[T, R]):
     opening logs a warning once for a server without ``appendonly yes``, and does not look at ``appendfsync``. One ``send_many``
     takes up to 250,000 messages (:class:`InvalidParameterError` beyond).
 
-    All mailboxes of a process and event loop with the same server, database, login and TLS options share two connections. One
-    is for calls; on the other the server tells of new messages. In a cluster each mailbox object has two of its own.
+    All mailboxes of a process and event loop with the same server, database, login, TLS options, ``timeout`` and ``silence``
+    share two connections. One is for calls; on the other the server tells of new messages. In a cluster each mailbox object
+    has two of its own.
 
     :param url: ``redis://[user:password@]host:6379/0``, ``rediss://…`` (TLS), ``redis+sentinel://host:26379,host/service/0``,
         ``redis+cluster://host:6379,host``. The other parameters can stand in its query instead, as in ``?name=jobs``, but for
@@ -207,9 +208,7 @@ class RedisBackend(BatchedBackend):
             leave=self._post,
             lost=self._listener_lost,
         )
-        self._subscription = Subscription(
-            base_of(self.name), client, waiters, events, self.timeout, self._options.silence
-        )
+        self._subscription = Subscription(base_of(self.name), client, waiters, events)
         self._batches = Batches(
             self.name,
             client,

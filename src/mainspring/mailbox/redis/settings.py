@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 from urllib.parse import quote, unquote
 
 from mainspring.errors import ConfigError
+from mainspring.mailbox.limits import SILENCE
 from mainspring.mailbox.settings import Capacity, Duration, Flag, Host, OptionalText, Secret, read_url
 from mainspring.mailbox.tls import TLSOptions
 
@@ -44,7 +45,7 @@ class RedisOptions(TLSOptions):
 
 @dataclass(frozen=True)
 class RedisServer:
-    """A Redis server, or several that make one: how to reach it, and as whom."""
+    """A Redis server, or several that make one: how to reach it, and as whom. Mailboxes share connections if this is equal."""
 
     hosts: tuple[Host, ...]
     kind: str = "single"
@@ -58,6 +59,8 @@ class RedisServer:
     tls: ssl.SSLContext | None = field(default=None, repr=False, compare=False)
     tls_options: tuple[object, ...] = field(default=(), repr=False)
     """What the context was made of: servers are equal if these are."""
+    timeout: float = 5.0
+    silence: float = SILENCE
 
     @property
     def address(self) -> str:
@@ -81,6 +84,8 @@ class RedisServer:
             sentinel_password=options.sentinel_password,
             tls=options.tls(place, place.scheme.replace(scheme, "rediss")),
             tls_options=(scheme, options.ca_file, options.cert_file, options.key_file, options.ssl_context),
+            timeout=options.timeout,
+            silence=options.silence,
         )
 
     @classmethod

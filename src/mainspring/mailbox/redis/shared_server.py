@@ -51,10 +51,6 @@ class SweptMailbox(Protocol):
 
     name: str
 
-    @property
-    def timeout(self) -> float:
-        """Seconds that a call may take."""
-
     def sweep_arguments(self) -> tuple[Argument, ...]:
         """Return its name on the list of waiters ("": none), and the microseconds between two recoveries (-1: none now)."""
 
@@ -62,7 +58,7 @@ class SweptMailbox(Protocol):
         """Take the result: seconds until the next thing is due (below 0: nothing is), and what the recovery says."""
 
     def not_swept(self, silent: MailboxConnectionError | None) -> None:
-        """Note that the call failed; with an error: the server did not answer in the mailbox's time."""
+        """Note that the call failed; with an error: the server did not answer in time."""
 
 
 class Sweeper:
@@ -100,7 +96,7 @@ class Sweeper:
             await self._wake.wait()
 
     async def _sweep(self, together: list[SweptMailbox]) -> None:
-        timeout = min(mailbox.timeout for mailbox in together)
+        timeout = self._topology.server.timeout
         client = self._client = self._client or Client(self._topology, timeout)
         call = FunctionCall(together[0].name, keys_of(together[0].name))
         silent: MailboxConnectionError | None = None
@@ -125,4 +121,4 @@ class Sweeper:
                 due, dropped, found, again = row
                 mailbox.swept(due / MICRO, found, again / MICRO, dropped)
             else:
-                mailbox.not_swept(silent if mailbox.timeout <= timeout else None)
+                mailbox.not_swept(silent)
