@@ -15,7 +15,10 @@ import pytest
 
 from mainspring import ConfigError, LoopGroup, MailboxConnectionError, MainLoop
 from mainspring.mailbox.message import Counts
+from mainspring.mailbox.nats import shared_client
 from mainspring.mailbox.nats.mailbox import NatsMailbox
+from mainspring.mailbox.nats.names import Names
+from nats_line import NatsLine
 from nats_support import reconnected
 from ports import free_port
 from servers import NatsServer
@@ -267,3 +270,37 @@ async def test_openers_wait_for_a_silent_server_no_longer_than_their_timeout(her
     line.silent = False
     async with boxes[0] as box:
         await box.send("x")
+
+
+async def test_an_opener_has_its_whole_timeout_once_it_is_its_turn_to_create(here, line):
+    """The server answers no creation of the first four, two of which are out at a time."""
+
+    async def send_to(box) -> None:
+        async with box:
+            await box.send("x")
+
+    count = 2 * shared_client.MAX_CREATIONS
+    line.hold_answers("$JS.API.STREAM.CREATE.*", count=count)
+    boxes = [here.box(str(number), over=line, timeout=1) for number in range(count + 1)]
+    found = await outcomes(*[partial(send_to, box) for box in boxes])
+    assert [type(one) for one in found] == [MailboxConnectionError] * count + [type(None)]
+
+
+async def test_what_one_mailbox_may_not_do_is_no_reason_why_another_gets_no_answer(tmp_path, anyio_backend):
+    denied = Names.of("a").to_queue
+    config = tmp_path / "server.conf"
+    config.write_text(
+        f"authorization {{ users = [{{user: me, password: x, permissions: {{publish: {{deny: '{denied}>'}}}}}}] }}\n"
+    )
+    with NatsServer("-c", str(config)) as server:
+        line = NatsLine(server.url)
+        await line.open()
+        url = line.url.replace("//", "//me:x@")
+        async with NatsMailbox(url, name="a", timeout=1) as box:
+            with pytest.raises(ConfigError, match="does not let this user use"):
+                await box.send("x")
+            line.silent = True
+            with pytest.raises(MailboxConnectionError, match=r"'b'.*: no answer within 1 s$"):
+                await NatsMailbox(url, name="b", timeout=1).__aenter__()
+            line.silent = False
+        await line.close()

@@ -4,7 +4,8 @@ cancelled."""
 from __future__ import annotations
 
 import json
-from contextlib import suppress
+import math
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import anyio
@@ -23,7 +24,7 @@ from mainspring.mailbox.nats.client import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     from nats.aio.subscription import Subscription
 
@@ -61,8 +62,8 @@ class NatsConnection:
         self._name = name
         self.timeout = shared.timeout
         """Seconds that a request may take."""
-        self.creations = shared.creations
-        """Held while a stream or a consumer is created."""
+        self.opening = anyio.CancelScope()
+        """The scope of opening, with its deadline. It has no effect any more once the mailbox is open."""
         self._pending: dict[int, tuple[Any, float, str]] = {}
         self._denied: NotAllowedError | None = None
         self._count = 0
@@ -73,7 +74,7 @@ class NatsConnection:
         self.reconnected: Callable[[], object] = lambda: None
         self.on_silence: Callable[[MailboxConnectionError], object] = lambda error: None
         self._listeners: list[tuple[str, Callable[[RawMessage], object]]] = []
-        self.subscriptions: list[Subscription] = []
+        self._subscriptions: list[Subscription] = []
         """Those of its listeners, with the present client."""
         self._quiet: anyio.Event | None = None
         self.epoch = 0
@@ -135,7 +136,7 @@ class NatsConnection:
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
-            subscriptions = self.subscriptions + [puller.subscription for puller in self.idle]
+            subscriptions = self._subscriptions + [puller.subscription for puller in self.idle]
             self._fail_all(MailboxClosedError(f"{self._name} was closed while the operation was out"))
             await self._shared.leave(self, subscriptions)
 
@@ -259,6 +260,19 @@ class NatsConnection:
         payload = b"" if request is None else json.dumps(request, separators=(",", ":")).encode()
         return parse(await self.request(f"$JS.API.{subject}", payload))
 
+    @asynccontextmanager
+    async def creation(self) -> AsyncIterator[None]:
+        """Hold one of the turns to create a stream or a consumer.
+
+        The wait for it does not count as opening: it depends on how many other mailboxes are being created. It has an end,
+        as each creation has one.
+        """
+        began, until = anyio.current_time(), self.opening.deadline
+        self.opening.deadline = math.inf
+        async with self._shared.creations:
+            self.opening.deadline = until + anyio.current_time() - began
+            yield
+
     async def _start(self, subject: str, payload: bytes, headers: dict[str, str] | None) -> tuple[int, Any]:
         if self._denied is not None:
             raise NotAllowedError(*self._denied.args)
@@ -337,12 +351,16 @@ class NatsConnection:
 
     async def listen(self, subject: str, callback: Callable[[RawMessage], object]) -> None:
         """Call ``callback``, which may not wait, with what is published on a subject, also after a reconnection."""
-        self.subscriptions.append(await self.client.listen(subject, callback))
+        self._subscriptions.append(await self.client.listen(subject, callback))
         self._listeners.append((subject, callback))
 
     async def listen_on(self, client: StrictClient) -> list[Subscription]:
         """Listen to the same with a client that takes the place of the present one. Return the subscriptions."""
         return [await client.listen(subject, callback) for subject, callback in self._listeners]
+
+    def move_to(self, subscriptions: list[Subscription]) -> None:
+        """Note what :meth:`listen_on` returned: that client has taken the place of the former one."""
+        self._subscriptions = subscriptions
 
 
 POLL_TIMEOUT = 0.02

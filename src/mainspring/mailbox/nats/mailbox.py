@@ -58,6 +58,7 @@ class NatsMailbox(Mailbox[T, R]):
     :param ack_wait: seconds of a lease that need no call of their own: the ``visibility_timeout`` that most receives have.
         It is used where the mailbox is made on the server; later it stays as it is there.
     :param timeout: seconds that one call to the server, or all of opening, may take before :class:`MailboxConnectionError`.
+        Opening does not count the wait for other mailboxes that are being created.
     :param silence: seconds after which a connection on which the server answers nothing is given up for a new one.
     :param replicas: how many servers of a cluster keep each message (1, 3 or 5), where the streams are made.
     :param storage: ``"file"``, or ``"memory"``: then nothing outlives the server.
@@ -160,7 +161,7 @@ class NatsBackend(Backend):
     async def _connected(self) -> AsyncIterator[NatsConnection]:
         """Connect to the server for the block. Connecting and the block together may last the timeout.
 
-        The connection stays open, unless the block raises.
+        The connection stays open, unless the block raises. A wait for other mailboxes' creations does not count.
         """
         options = self._options
         if options.credentials:
@@ -170,7 +171,7 @@ class NatsBackend(Backend):
         until = anyio.current_time() + connection.timeout
         await connection.open()
         try:
-            with anyio.fail_after(until - anyio.current_time()):
+            with anyio.fail_after(until - anyio.current_time()) as connection.opening:
                 yield connection
         except BaseException as error:
             with anyio.CancelScope(shield=True):  # it has a deadline

@@ -46,7 +46,7 @@ class SharedClient:
         self.client: StrictClient | None = None
         """The driver's client, connected or about to be again; None while no mailbox is open."""
         self.last_error = ""
-        """What is wrong with the connection."""
+        """What is wrong with the connection. What one mailbox may not do is not."""
         self._options: dict[str, Any] = server.options
         if credentials is not None:
             self._options["user_credentials"] = credentials
@@ -59,7 +59,7 @@ class SharedClient:
 
     @classmethod
     def shared(cls, server: Server, credentials: str | None, timeout: float, silence: float) -> SharedClient:
-        """Return that of the running event loop for those servers and settings."""
+        """Return the connection of the running event loop for these servers and settings."""
         key = (process.event_loop(), server, credentials, timeout, silence)
         return process.shared(KIND, key, partial(cls, server, credentials, timeout, silence))
 
@@ -78,7 +78,7 @@ class SharedClient:
     # ------------------------------------------------------------------------------------------------------- members
 
     async def join(self, member: NatsConnection) -> StrictClient:
-        """Take part, and return the client. One of several callers connects for all; each waits at most the timeout.
+        """Add a member, and return the client. One of several callers connects for all; each waits at most the timeout.
 
         :raises RefusedError: every server refuses.
         :raises TimeoutError: no server answers.
@@ -95,7 +95,7 @@ class SharedClient:
         return self.client
 
     async def leave(self, member: NatsConnection, subscriptions: Sequence[Subscription]) -> None:
-        """Take part no more, with what the member has subscribed to. The last one disconnects."""
+        """Remove a member and its subscriptions. The last member disconnects."""
         self._members.discard(member)
         client = self.client
         if client is None:
@@ -112,7 +112,7 @@ class SharedClient:
     # ---------------------------------------------------------------------------------------------------- connecting
 
     async def _connect(self) -> None:
-        """Connect, and take up what the members listen to. Raise :class:`RefusedError` as soon as every server has refused."""
+        """Connect, and subscribe anew for the members. Raise :class:`RefusedError` as soon as every server has refused."""
         client = StrictClient()
         refusals: list[Exception] = []
 
@@ -139,7 +139,7 @@ class SharedClient:
         lost, self.client = self.client, client
         self._refused, self._max_payload = None, client.max_payload
         for member, subscriptions in listening.items():
-            member.subscriptions = subscriptions
+            member.move_to(subscriptions)
         self._came_back()
         if lost is not None:
             await lost.hang_up(COURTESY)
@@ -162,8 +162,9 @@ class SharedClient:
         )
 
     def _note_error(self, error: Exception) -> None:
-        self.last_error = "it does not answer" if isinstance(error, TimeoutError) else describe(error)
         subject = denied_subject(error)
+        if subject is None:
+            self.last_error = "it does not answer" if isinstance(error, TimeoutError) else describe(error)
         for member in list(self._members):
             if subject is not None:
                 member.deny(subject)

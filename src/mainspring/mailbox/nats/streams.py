@@ -209,7 +209,7 @@ class Store:
 
     async def _make(self, subject: str, request: dict[str, Any]) -> dict[str, Any]:
         try:
-            async with self.connection.creations:
+            async with self.connection.creation():
                 return await self.connection.api(subject, request)
         except ApiError as error:
             raise _as_mailbox_error(error) from error
