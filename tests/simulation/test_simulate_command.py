@@ -80,6 +80,17 @@ def test_the_defaults_are_those_of_a_test(module: str, capsys: pytest.CaptureFix
     assert (run["plan"], run["counts"]) == ([str(fault) for fault in report.plan], report.counts)
 
 
+def test_the_default_rates_are_those_that_a_replay_command_leaves_out(
+    module: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mainspring.testing.simulation.run.HOURLY", 3.0)
+    plans = []
+    for times in ([], ["--times", "3"]):
+        call(["simulate", f"{module}:build_patient", "--seed", "1", "--workers", "1", "--no-shrink", "--json", *times])
+        plans.append(json.loads(capsys.readouterr().out)["run"]["plan"])
+    assert plans[0] == plans[1] != []
+
+
 @pytest.mark.slow
 def test_where_there_is_no_terminal_lines_tell_how_far_it_is(module: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = SimulateOptions(seeds=3, duration=1800, workers=2, progress_every=0.1)

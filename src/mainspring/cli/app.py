@@ -286,8 +286,9 @@ def simulate(
         str | None, typer.Option(metavar="KIND,KIND", help="Only these kinds of faults (none: no one); default: all.")
     ] = None,
     times: Annotated[
-        float, typer.Option(min=0, help="Multiply the rates of all faults by this; 20 brings a day's into an hour.")
-    ] = 20.0,
+        float | None,
+        typer.Option(min=0, help="Multiply the rates of all faults by this; default: a day's faults in an hour."),
+    ] = None,
     rate: Annotated[
         list[str] | None, typer.Option(metavar="KIND=NUMBER", help="The rate of one kind; may be repeated.")
     ] = None,

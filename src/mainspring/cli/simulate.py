@@ -40,7 +40,7 @@ class SimulateOptions:
     duration: float = 3_600.0
     workers: int = 4
     kinds: str | None = None
-    times: float = 20.0
+    times: float | None = None
     rates: tuple[str, ...] = ()
     keep: str | None = None
     per_minute: float = 1.0
@@ -51,6 +51,13 @@ class SimulateOptions:
     svg: Path | None = None
     as_json: bool = False
     progress_every: float = EVERY
+
+    @property
+    def factor(self) -> float:
+        """Factor for the rates of all faults."""
+        from mainspring.testing.simulation.run import HOURLY
+
+        return HOURLY if self.times is None else self.times
 
 
 @dataclass(slots=True)
@@ -103,7 +110,7 @@ def _simulation(target: str, options: SimulateOptions) -> Simulation:
 def _faults(options: SimulateOptions) -> Faults:
     from mainspring.testing.simulation import Faults
 
-    faults = Faults().times(options.times)
+    faults = Faults().times(options.factor)
     if options.kinds is not None:
         kinds = () if options.kinds == "none" else options.kinds.split(",")
         faults = faults.only(kind.strip() for kind in kinds)
@@ -242,7 +249,7 @@ def _workload(options: SimulateOptions) -> str:
     kinds = "" if options.kinds is None else f" of {options.kinds}"
     return (
         f"each {duration_text(options.duration)} of {counted(options.workers, 'worker')} with {options.per_minute:g}"
-        f" message{plural} a minute, {', '.join((f'{options.times:g} times the default faults{kinds}', *options.rates))}"
+        f" message{plural} a minute, {', '.join((f'{options.factor:g} times the default faults{kinds}', *options.rates))}"
     )
 
 
