@@ -200,7 +200,8 @@ def test_the_version(tmp_path: Path) -> None:
 SLOW_IMPORT = """
 import sys, time
 print("importing", file=sys.stderr, flush=True)
-time.sleep(600)
+while True:
+    time.sleep(0.05)  # a signal between the last check for one and a long sleep would not end that
 """
 
 DEAF_IMPORT = (
@@ -208,7 +209,8 @@ DEAF_IMPORT = (
 import sys, time
 try:
     print("importing", file=sys.stderr, flush=True)
-    time.sleep(600)
+    while True:
+        time.sleep(0.05)  # as above
 except BaseException:
     print("swallowed", file=sys.stderr, flush=True)
 """
@@ -235,7 +237,7 @@ def test_a_second_signal_ends_an_import_that_swallowed_the_first(tmp_path: Path)
         tmp_path,
         DEAF_IMPORT.replace(
             'print("swallowed", file=sys.stderr, flush=True)',
-            'print("swallowed", file=sys.stderr, flush=True)\n    time.sleep(600)',
+            'print("swallowed", file=sys.stderr, flush=True)\n    while True: time.sleep(0.05)',
         ),
     )
     with started("run", "app:group", cwd=tmp_path) as command:
