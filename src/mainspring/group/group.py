@@ -111,7 +111,7 @@ class LoopGroup:
             guardian=guardian,
             on_crash=on_crash,
         )
-        from mainspring.group.managed_loop import actors_of
+        from mainspring.group.managed_loop import actors_of  # it brings the events, which the name alone has no use for
 
         self.actors: Sequence[LoopActor] = actors_of(loops)
         """Its loops as actors, which serve control messages while the group runs."""
@@ -423,7 +423,7 @@ class LoopGroup:
         A loop that does not answer in time is reported so. Cancelled, it leaves nothing behind. See
         :func:`~mainspring.worker.actor.check_health`.
         """
-        from mainspring.worker.actor import check_health
+        from mainspring.worker.actor import check_health  # as above: its actors have imported it
 
         return await check_health(self.actors, timeout)
 

@@ -1,4 +1,4 @@
-"""Signs of life: who beats is alive, who has not beaten for long is judged by the watchdog."""
+"""Signs of life: the watchdog judges work that has not beaten for long."""
 
 from __future__ import annotations
 

@@ -229,7 +229,7 @@ class LoopAdapter:
 
     @property
     def heartbeat(self) -> Heartbeat:
-        """The loop's own; one that never ages where it has none."""
+        """The loop's own heartbeat. If it has none, a heartbeat that never ages."""
         return value_of(self.loop, "heartbeat") or _UNJUDGED
 
     def announce_shutdown(self) -> None:

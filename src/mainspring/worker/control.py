@@ -99,7 +99,7 @@ class ShutdownRequest(ControlMessage[bool]):
     cancelled if the work has not ended ``cancel_grace`` seconds later. The answer comes at the end: whether all ended by
     itself.
 
-    Of several the one that ends it soonest counts.
+    Of several requests, the earliest end counts.
 
     :raises InvalidParameterError: one of the two is no number of seconds (0 or more; ``math.inf``: no limit).
     """

@@ -226,7 +226,7 @@ def _reply_type(returned: Any) -> Any:
 
 
 class _Annotations:
-    """The annotations of one function, each resolved by itself: one that cannot be does not spoil the others.
+    """The annotations of one function, each resolved by itself, so that an unknown type does not spoil the others.
 
     Linters move imports that only annotations need under ``TYPE_CHECKING``, so that an unknown type of the second parameter
     or of the result is nothing unusual.

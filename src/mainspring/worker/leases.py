@@ -139,7 +139,7 @@ class LeaseKeeper:
         return delivery.waits or now - delivery.beat_age() > max(delivery.renewed_at, delivery.started)
 
     def _answers(self, *, again: bool = False) -> None:
-        """Note that the mailbox has answered. ``again``: a message whose own renewals had failed was one of those."""
+        """Note that the mailbox has answered. ``again``: it has renewed a lease whose renewals had failed."""
         self._store_health.made()
         if self._failures and (again or not self._retrying):
             failures, self._failures = self._failures, 0

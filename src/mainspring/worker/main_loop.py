@@ -252,7 +252,7 @@ class MainLoop:
         """Ask for a shutdown and return: everything :meth:`shutdown` does before it waits. Callable from any thread or
         signal handler."""
         if (actor := self.actor) is not None:
-            from mainspring.worker.control import DrainRequest
+            from mainspring.worker.control import DrainRequest  # an actor has imported it
 
             actor.tell(DrainRequest())
         else:

@@ -68,7 +68,7 @@ class AnyRunnable(Protocol):
 
 @runtime_checkable
 class Steerable(Runnable, Protocol):
-    """A loop that can be paused, and stopped in steps, as MainLoop can; one that cannot is stopped by ``shutdown`` alone."""
+    """A loop that can be paused, and stopped in steps, as MainLoop can. Other loops are stopped by ``shutdown`` alone."""
 
     name: str
     shutdown_timeout: float | None

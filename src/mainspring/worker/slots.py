@@ -261,7 +261,7 @@ class Slots:
         self.leaving = 0
         """How many deliveries have a settlement that was asked for, so that their slots count as free."""
         self.claiming = 0
-        """How many slots the claims hold that are out."""
+        """How many slots are held for claims whose answers are awaited."""
         self._concurrency = concurrency
         self._capacity = capacity
         self._freed = anyio.Event()
