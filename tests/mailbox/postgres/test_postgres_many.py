@@ -107,3 +107,57 @@ async def test_a_mailbox_that_is_dropped_fails_its_receive_and_no_other(place):
             await until(lambda: dropped.statistics().waiting_receives)
             place.execute("SELECT SCHEMA.drop_mailbox(%s)", place.number("dropped"))
         await stays.send("x")
+
+
+@pytest.mark.slow
+async def test_a_poll_that_the_server_refuses_ends_no_mailbox(place):
+    """Its tables may be in the middle of a migration, or damaged: the receives find out by calls of their own."""
+    async with place.mailbox("a") as a, place.mailbox("b") as b, receiving(a), receiving(b):
+        place.execute(
+            """CREATE OR REPLACE FUNCTION SCHEMA.poll_all(boxes integer[], sinces float8[]) RETURNS TABLE (
+                box integer, pending integer, due_in float8, newly_listening boolean, moved integer, polled_at float8
+            ) LANGUAGE plpgsql AS $$ BEGIN RAISE 'cache lookup failed' USING ERRCODE = 'XX000'; END $$"""
+        )
+        asked = b.statistics().batches
+        await until(lambda: b.statistics().batches > asked + 2)
+        await a.send("x")
+        await b.send("x")
+
+
+@pytest.mark.slow
+async def test_a_mailbox_whose_poll_fails_is_left_out_of_the_next_ones(place):
+    """Its receives raise, so none waits there until the store can do its work again."""
+    failed = 0
+    broken, *others = [place.mailbox(name) for name in "abcd"]
+
+    async def receive() -> None:
+        nonlocal failed
+        while True:
+            try:
+                await broken.receive(wait_time_seconds=60)
+            except MailboxError:
+                failed += 1
+                await anyio.sleep(0.1)
+
+    async with (
+        broken, others[0], others[1], others[2],
+        receiving(others[0]), receiving(others[1]), receiving(others[2]), anyio.create_task_group() as tasks,
+    ):  # fmt: skip
+        tasks.start_soon(receive)
+        place.execute(
+            "CREATE FUNCTION SCHEMA.fail() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE 'damaged'; END $$"
+        )
+        place.execute(
+            f"""CREATE TRIGGER fault BEFORE UPDATE ON SCHEMA.messages FOR EACH ROW
+            WHEN (new.mailbox = {place.number("a")}) EXECUTE FUNCTION SCHEMA.fail()"""
+        )
+        await broken.send("x", delay=0.1)
+        await until(lambda: failed)
+        await anyio.sleep(2.5)  # until the tables have been looked after
+        before, asked, failed = broken.transactions, [mailbox.statistics().batches for mailbox in others], 0
+        await until(lambda: broken.transactions >= before + 3)
+        assert failed
+        assert [mailbox.statistics().batches for mailbox in others] == [one + 3 for one in asked]
+        for mailbox in others:
+            await mailbox.send("x")
+        tasks.cancel_scope.cancel()

@@ -78,6 +78,36 @@ async def test_opening_has_one_end_however_many_steps_it_takes(place, table):
 
 
 @pytest.mark.slow
+async def test_opening_ends_in_time_while_another_mailbox_opens(place):
+    """The wait for the other opening counts. A mailbox that has time left goes on where others have none."""
+    timeout = 4.0
+
+    async def open_in_vain(name):
+        with Stopwatch() as watch, pytest.raises(MailboxConnectionError, match=f"did not answer within {timeout:g} s"):
+            async with place.mailbox(name, timeout=timeout):
+                pass
+        assert watch.seconds < timeout + 0.5
+
+    async with place.mailbox():
+        pass
+    async with await place.connect() as other:
+        await other.execute(f"LOCK TABLE {place.schema}.store")
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(open_in_vain, "first")
+            await anyio.sleep(0.3)
+            tasks.start_soon(open_in_vain, "second")
+            await anyio.sleep(1.5)
+            tasks.start_soon(_unlock_in, 2.2, other)
+            async with place.mailbox("third", timeout=timeout) as mailbox:
+                await mailbox.send("x")
+
+
+async def _unlock_in(seconds, connection):
+    await anyio.sleep(seconds)
+    await connection.rollback()
+
+
+@pytest.mark.slow
 async def test_a_call_ends_in_time_whose_cancellation_is_not_heard_either(place):
     async with gate(place.url) as (url, way), place.mailbox(url=url, timeout=3, listen=False) as mailbox:
         await mailbox.send("x")

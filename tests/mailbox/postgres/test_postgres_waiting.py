@@ -155,6 +155,31 @@ async def test_a_lost_listening_connection_comes_back(place):
 
 
 @pytest.mark.slow
+async def test_a_role_that_may_not_notify_polls(place):
+    place.execute(f"CREATE SCHEMA {place.schema}")
+    place.execute(
+        """CREATE FUNCTION SCHEMA.pg_notify(text, text) RETURNS void LANGUAGE plpgsql
+        AS $$ BEGIN RAISE 'permission denied' USING ERRCODE = '42501'; END $$"""
+    )
+    url = f"{place.url}?options=-csearch_path%3D{place.schema},pg_catalog"
+    async with place.mailbox(url=url) as mailbox, receiving(mailbox):
+        await anyio.sleep(0.5)  # the listener has tried it more than once
+        assert mailbox.statistics().polling
+        place.execute("SELECT SCHEMA.send(%s, ARRAY['by hand'], ARRAY['1'::bytea])", place.number())
+
+
+@pytest.mark.parametrize("payload", ["hello", "² 1", "1 ²", f"{'1' * 5_000} 1", "1"])
+async def test_a_notification_of_another_make_is_left_alone(place, payload):
+    async with place.mailbox() as mailbox, receiving(mailbox):
+        await until(lambda: not mailbox.statistics().polling)
+        (before,) = place.listeners()
+        place.execute("SELECT pg_notify(%s, %s)", place.schema, payload)
+        place.execute("SELECT SCHEMA.send(%s, ARRAY['by hand'], ARRAY['1'::bytea])", place.number())
+        await until(lambda: not mailbox.statistics().waiting_receives)
+        assert place.listeners() == [before]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("servers_numbers", [False, True])
 async def test_behind_a_pooler_in_transaction_mode(place, servers_numbers):
     """One that numbers its connections itself is found out without LISTEN, which would stay with the server's process."""

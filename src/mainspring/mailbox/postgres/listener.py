@@ -11,6 +11,7 @@ a notification may have been lost. A mailbox in which there is nothing costs it 
 from __future__ import annotations
 
 import math
+import re
 from typing import TYPE_CHECKING, Any, Protocol
 
 import anyio
@@ -18,8 +19,9 @@ import psycopg
 
 from mainspring.core import random
 from mainspring.core.clock import loop_clock
-from mainspring.errors import MailboxError, MainspringError
+from mainspring.errors import MainspringError
 from mainspring.mailbox.postgres.commands import Statement, call_text
+from mainspring.mailbox.postgres.connection import refusal
 from mainspring.mailbox.postgres.values import Floats, Integers, array
 from mainspring.runtime.interval import Periodic
 from mainspring.runtime.retry import Retries
@@ -54,6 +56,8 @@ ANSWER = 0.25
 """The part of it that the answer may take."""
 REMEMBERED = 1_000
 """Ids of cancelled messages that are remembered, so that each is announced once."""
+_PAYLOAD = re.compile(r"(?P<number>[0-9]{1,10}) (?:cancelled (?P<cancelled>.*)|(?P<count>[0-9]{1,10}))", re.DOTALL)
+"""What a notification says: the number of a mailbox, and which message was cancelled or how many became pending."""
 
 
 class OpenMailbox(Protocol):
@@ -185,7 +189,10 @@ class Polls:
         values = (array(Integers, list(sinces)), array(Floats, list(sinces.values())))
         rows: list[tuple[Any, ...]] = []
         statement = Statement(call_text(self._schema, "poll_all", len(values)), values, rows.extend)
-        await self._connections.run([statement], changes=False)
+        try:
+            await self._connections.run([statement], changes=False)
+        except psycopg.Error as error:
+            raise refusal(error) from error
         found = {number: tuple(rest) for number, *rest in rows}
         polled_at: float = found.pop(0)[-1]
         return found, polled_at
@@ -242,7 +249,7 @@ class PostgresListener:
                 await self._listen()
                 retries.succeeded()
                 pause = PROBE_AGAIN
-            except (MailboxError, psycopg.Error, OSError, TimeoutError) as error:
+            except (MainspringError, psycopg.Error, OSError, TimeoutError) as error:
                 if self._polls.listening:
                     retries.succeeded()
                     await self._connections.lose()
@@ -309,17 +316,16 @@ class PostgresListener:
         return False
 
     def _notified(self, payload: str) -> None:
-        number, _, rest = payload.partition(" ")
-        if not number.isdigit():
+        known = _PAYLOAD.fullmatch(payload)
+        if known is None:  # any client of the database may notify
             return
-        kind, _, message_id = rest.partition(" ")
-        if kind == "cancelled":
-            self.announce(int(number), [message_id])
-        elif kind.isdigit():
-            if kind == "0":  # a message was sent with a delay
-                self.sweep_in(int(number), 0.0)
-            else:
-                self.wake(int(number), int(kind))
+        number, message_id = int(known["number"]), known["cancelled"]
+        if message_id is not None:
+            self.announce(number, [message_id])
+        elif count := int(known["count"]):
+            self.wake(number, count)
+        else:  # a message was sent with a delay
+            self.sweep_in(number, 0.0)
 
     def fail_claims(self, error: MailboxConnectionError) -> None:
         """Fail the receives that wait, as the server does not answer."""

@@ -13,7 +13,7 @@ from mainspring.core import process
 from mainspring.errors import MailboxConnectionError, MailboxError, MainspringError, copied
 from mainspring.mailbox.postgres import schema as schemas
 from mainspring.mailbox.postgres.commands import Statement, Watermark, call_text
-from mainspring.mailbox.postgres.connection import ConnectionPool
+from mainspring.mailbox.postgres.connection import ConnectionPool, no_answer
 from mainspring.mailbox.postgres.listener import Polls, PostgresListener
 from mainspring.mailbox.postgres.schema import Maintenance
 from mainspring.redaction import one_line
@@ -133,23 +133,38 @@ class SharedPool:
     async def prepare(self, name: str, may_migrate: bool) -> tuple[str, int]:
         """Make sure that the schema is usable. Return the store's identity and the number of the mailbox of that name.
 
-        Of the callers that come while another one does so, the first does it for all of them.
+        Of the callers that come while another one does so, the first does it for all of them. If it is cancelled or runs out
+        of time, the next one does.
         """
+        connections = self.connections
         together = self._openings.setdefault(may_migrate, _JointOpening())
         together.names.add(name)
-        async with self._opening:
-            if together.opened is None and together.error is None:
-                if self._openings.get(may_migrate) is together:
-                    del self._openings[may_migrate]
-                try:
-                    together.opened = await schemas.prepare(self.connections, self.schema, may_migrate, together.names)
-                except MainspringError as error:
-                    together.error = error
+        deadline = anyio.current_time() + connections.timeout
+        try:
+            with anyio.fail_after(connections.timeout):
+                async with self._opening:
+                    await self._open_together(together, may_migrate, deadline)
+        except TimeoutError:
+            raise no_answer(connections.timeout) from None
         if together.error is not None:
             raise copied(together.error)
         assert together.opened is not None
         store, numbers = together.opened
         return store, numbers[name]
+
+    async def _open_together(self, together: _JointOpening, may_migrate: bool, deadline: float) -> None:
+        if together.opened is not None or together.error is not None:
+            return
+        if self._openings.get(may_migrate) is together:
+            del self._openings[may_migrate]
+        try:
+            together.opened = await schemas.prepare(
+                self.connections, self.schema, may_migrate, together.names, deadline
+            )
+        except MainspringError as error:
+            if anyio.current_time() >= deadline - self.connections.cancel_timeout:
+                raise  # out of time
+            together.error = error
 
     # --------------------------------------------------------------------------------------------------------- waiting
 

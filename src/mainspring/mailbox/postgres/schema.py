@@ -88,10 +88,10 @@ async def _has_schema(connection: AsyncConnection[Any], schema: str) -> bool:
 
 
 async def prepare(
-    pool: ConnectionPool, schema: str, may_migrate: bool, names: Iterable[str]
+    pool: ConnectionPool, schema: str, may_migrate: bool, names: Iterable[str], deadline: float
 ) -> tuple[str, dict[str, int]]:
     """Make sure that the schema has this version and is usable. Return the store's identity and the numbers of mailboxes."""
-    async with _connected(pool, schema) as connection:
+    async with _connected(pool, schema, deadline) as connection:
         version = await version_of(connection, schema)
         check_not_newer(version, schema)
         if version < SCHEMA_VERSION:
@@ -134,15 +134,18 @@ async def has_mailbox(pool: ConnectionPool, schema: str, name: str) -> bool:
 
 
 @asynccontextmanager
-async def _connected(pool: ConnectionPool, schema: str) -> AsyncIterator[AsyncConnection[Any]]:
+async def _connected(
+    pool: ConnectionPool, schema: str, deadline: float | None = None
+) -> AsyncIterator[AsyncConnection[Any]]:
     """Lend a connection for work on the schema, and translate its errors for a user.
 
-    With the connecting it has one end, and the work is not cut short by anything else.
+    Work and connecting end by ``deadline`` (None: after the timeout). Nothing else cuts the work short.
     """
-    until = anyio.current_time() + pool.timeout - pool.cancel_timeout
+    if deadline is None:
+        deadline = anyio.current_time() + pool.timeout
     async with pool.connection() as connection:
         try:
-            with anyio.fail_after(until - anyio.current_time(), shield=True):
+            with anyio.fail_after(deadline - pool.cancel_timeout - anyio.current_time(), shield=True):
                 yield connection
         except TimeoutError:
             raise no_answer(pool.timeout) from None
