@@ -52,13 +52,13 @@ async def finish(message) -> None:
 
 async def wait(path: str) -> None:
     """One long poll after the other, which only the bell can wake in time."""
-    threads.LOOK_AGAIN = 3_600.0
+    threads.INSPECT_EVERY = 3_600.0
     await _poll(path)
 
 
 async def look(path: str) -> None:
     """One long poll after the other, without a bell."""
-    sqlite_notifier.NotificationSocket.add = lambda self, directory: ""
+    sqlite_notifier.NotificationListener.add = lambda self, directory: ""
     await _poll(path)
 
 

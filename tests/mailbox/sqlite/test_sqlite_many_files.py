@@ -17,7 +17,7 @@ import pytest
 from mainspring.mailbox.message import Counts
 from mainspring.mailbox.sqlite import schema as sql
 from mainspring.mailbox.sqlite.mailbox import SQLiteMailbox
-from mainspring.mailbox.sqlite.notifier import Heard
+from mainspring.mailbox.sqlite.notifier import Notifications
 from mainspring.mailbox.sqlite.threads import KEPT, WRITERS
 
 pytestmark = pytest.mark.anyio
@@ -185,7 +185,7 @@ async def test_a_file_that_hangs_as_it_is_put_to_rest_holds_up_no_other(tmp_path
 
 async def test_what_is_in_the_log_but_not_committed_is_seen_once_it_is(tmp_path, anyio_backend, monkeypatch):
     """Another process waits for the disk in its COMMIT, and its notification is lost."""
-    monkeypatch.setattr("mainspring.mailbox.sqlite.threads.LOOK_AGAIN", 0.1)
+    monkeypatch.setattr("mainspring.mailbox.sqlite.threads.INSPECT_EVERY", 0.1)
     disk = SlowFiles("slow", "-wal")
     received = []
     try:
@@ -261,9 +261,59 @@ async def test_a_new_file_is_made_by_one_of_several_processes_at_once(tmp_path, 
 
 
 def test_notifications_of_this_and_of_earlier_releases():
-    heard = Heard()
-    heard.add(b"! 12-abc")
-    heard.add(b"7 the-id")
-    assert (heard.names, heard.cancelled, heard.unknown) == ({"12-abc"}, [(7, "the-id")], False)
-    heard.add(b"!")  # it does not say of which file
-    assert heard.unknown
+    received = Notifications()
+    received.add(b"! 12-abc")
+    received.add(b"7 the-id")
+    assert (received.names, received.cancelled, received.unknown) == ({"12-abc"}, [(7, "the-id")], False)
+    received.add(b"!")  # it does not say of which file
+    assert received.unknown
+
+
+@pytest.mark.parametrize("call", ["makedirs", "link", "unlink", "stat"])
+async def test_a_disk_that_hangs_beside_a_file_holds_up_no_other(tmp_path, anyio_backend, monkeypatch, call):
+    """Nor the event loop: not as listening begins or ends, nor as it is asked whether the file has changed."""
+    monkeypatch.setattr("mainspring.mailbox.sqlite.threads.INSPECT_EVERY", 0.05)
+    monkeypatch.setattr("mainspring.mailbox.sqlite.shared_file.INSPECT_EVERY", 0.05)
+    armed, hangs, free = threading.Event(), threading.Event(), threading.Event()
+    received = []
+    real = getattr(os, call)
+
+    def hang(*arguments, **options):
+        if any("/hung.db" in str(argument) for argument in arguments) and armed.is_set():
+            hangs.set()
+            free.wait(60)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(os, call, hang)
+
+    async def receive():
+        received.extend(await third.receive(wait_time_seconds=60))
+
+    async with (
+        SQLiteMailbox(tmp_path / "a.db") as other,
+        SQLiteMailbox(tmp_path / "b.db") as third,
+        SQLiteMailbox(tmp_path / "hung.db") as hung,
+        anyio.create_task_group() as tasks,
+    ):
+        tasks.start_soon(receive)
+        await until(lambda: os.path.isdir(tmp_path / "b.db-wake"))
+        if call == "unlink":
+            await hung.receive(wait_time_seconds=0.01)
+        elif call == "stat":
+            tasks.start_soon(partial(hung.receive, wait_time_seconds=60))
+            await until(lambda: os.path.isdir(tmp_path / "hung.db-wake"))
+        armed.set()
+        if call in {"makedirs", "link"}:
+            tasks.start_soon(partial(hung.receive, wait_time_seconds=60))
+        try:
+            await until(hangs.is_set)
+            with anyio.fail_after(20):
+                for number in range(3):
+                    await other.send(number)
+                    await other.receive(wait_time_seconds=1)
+                await other.receive(wait_time_seconds=0.01)
+                await anyio.run_process([sys.executable, "-m", "mainspring", "send", third.address, '"from there"'])
+                await until(lambda: received, 10)
+        finally:
+            free.set()
+        tasks.cancel_scope.cancel()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import resource
+import socket
 import sys
 import threading
 from functools import partial
@@ -544,3 +546,46 @@ async def test_no_thread_is_to_be_had(thread, path, refused_threads, anyio_backe
     refused_threads.clear()
     async with SQLiteMailbox(path) as mailbox:
         await works(mailbox)
+
+
+# ------------------------------------------------------------------------------------------- trouble at notifications
+
+
+async def test_a_send_is_done_where_there_is_no_socket_to_notify_with(path, anyio_backend, monkeypatch):
+    """Every descriptor is taken. The message is in the file by then, and the directory is left as it was found."""
+    real = socket.socket
+
+    class NoneLeft(real):
+        def __init__(self, family=-1, *rest, **more):
+            if family == socket.AF_UNIX:
+                raise OSError(errno.EMFILE, "Too many open files")
+            super().__init__(family, *rest, **more)
+
+    async with SQLiteMailbox(path) as mailbox:
+        await mailbox.send("opens the file")
+        os.makedirs(f"{path}-wake")
+        open(f"{path}-wake/another process", "wb").close()
+        before = len(os.listdir("/proc/self/fd"))
+        with monkeypatch.context() as patch:
+            patch.setattr(socket, "socket", NoneLeft)
+            with anyio.fail_after(10):
+                await mailbox.send("x")
+        assert len(os.listdir("/proc/self/fd")) == before
+        await works(mailbox)
+
+
+async def test_a_writer_thread_outlives_whatever_is_raised_in_it(path, anyio_backend, monkeypatch, caplog):
+    def fail(*_):
+        raise MemoryError
+
+    async with SQLiteMailbox(path) as mailbox:
+        with anyio.fail_after(10), monkeypatch.context() as patch:
+            patch.setattr("mainspring.mailbox.sqlite.notifier.Notifier.notify", fail)
+            await mailbox.send("it is committed")
+            patch.setattr("mainspring.mailbox.sqlite.connection.DatabaseFile.soonest_for", fail)
+            with pytest.raises(MailboxError, match="could not be used: MemoryError"):
+                await mailbox.receive()
+        with anyio.fail_after(10):
+            assert await mailbox.counts() == Counts(pending=1)
+            await works(mailbox)
+    assert "could not be served" in caplog.text

@@ -17,7 +17,7 @@ from mainspring.errors import ConfigError, MailboxConnectionError, MailboxError,
 from mainspring.mailbox.batched import Open
 from mainspring.mailbox.sqlite import schema as sql
 from mainspring.mailbox.sqlite.notifier import has_settled
-from mainspring.mailbox.sqlite.store import look, perform
+from mainspring.mailbox.sqlite.store import inspect, perform
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -53,8 +53,8 @@ _USABLE_AFTER = (apsw.BusyError, apsw.LockedError, apsw.FullError, apsw.Protocol
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a look has found: the messages that are pending, by mailbox, and when the next lease ends (since boot), or delay or
-    expiry (POSIX).
+    """What an inspection has found: the messages that are pending, by mailbox, and when the next lease ends (since boot), or
+    delay or expiry (POSIX).
 
     ``state`` is that of the file, None if it had changed too recently to tell it from the next one.
     """
@@ -106,20 +106,24 @@ class DatabaseFile:
                 return self._commit(connection, commands, boot, wall, _one_by_one)
         except Exception as error:  # the thread must outlive it, and the callers must hear of it
             self._after_trouble(error)
-            told = self._explain(error)
-            for command in commands:
-                command.error = copy.copy(told)
-                command.error.__cause__ = error
+            self.fail(commands, error)
             return None
 
-    def look(self, waited_on: Sequence[int]) -> Seen | None:
+    def fail(self, commands: Sequence[Command], error: Exception) -> None:
+        """Set on each command what ``error`` means."""
+        told = self._explain(error)
+        for command in commands:
+            command.error = copy.copy(told)
+            command.error.__cause__ = error
+
+    def inspect(self, waited_on: Sequence[int]) -> Seen | None:
         """See what there is for the mailboxes ``waited_on``. Return None if that fails; the next :meth:`run` tells why."""
         try:
             self._check_identity()
             connection = self._connection or self._open()
             alone = self._state() is not None and self._lock_out_writers(connection)
             try:
-                self._seen = Seen(self._state() if alone else None, *look(connection, waited_on))
+                self._seen = Seen(self._state() if alone else None, *inspect(connection, waited_on))
             finally:
                 if alone:
                     _roll_back(connection)
@@ -140,14 +144,14 @@ class DatabaseFile:
         return True
 
     def has_changed(self) -> bool:
-        """True unless nothing was written since the last :meth:`look`, by any process. Any thread may ask."""
+        """True unless nothing was written since the last :meth:`inspect`, by any process. Any thread may ask."""
         seen = self._seen
         return seen is None or seen.state is None or seen.state != self._state()
 
     def soonest_for(self, mailboxes: Collection[int], boot: float, wall: float) -> float | None:
         """Return when more is due (since boot) if there is nothing to claim in ``mailboxes``; None if that is not known.
 
-        Nothing is read for that: it is known where nothing was written since the last :meth:`look`.
+        Nothing is read for that: it is known where nothing was written since the last :meth:`inspect`.
         """
         seen = self._seen
         if seen is None or any(mailbox in seen.pending for mailbox in mailboxes):
@@ -177,7 +181,7 @@ class DatabaseFile:
 
     def rest(self, waited_on: Sequence[int]) -> None:
         """Disconnect until the file is used again. The log is left as it is; what there is to claim is remembered."""
-        if self._connection is not None and self.look(waited_on) is not None:
+        if self._connection is not None and self.inspect(waited_on) is not None:
             self._connection.config(apsw.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, 1)
             self._rested = True
             self.close()
@@ -185,7 +189,7 @@ class DatabaseFile:
     def leave(self) -> None:
         """Disconnect for good, and forget what was known of the file: the next user may find another one."""
         if self._rested and self._connection is None:
-            self.look(())  # so that closing it empties the log
+            self.inspect(())  # so that closing it empties the log
         self.close()
         self._rested = False
         self._identity = self._seen = None

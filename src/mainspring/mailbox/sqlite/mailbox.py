@@ -25,7 +25,7 @@ from mainspring.mailbox.settings import Accepts, Capacity, Options, Text, name_a
 from mainspring.mailbox.sqlite.connection import DatabaseFile
 from mainspring.mailbox.sqlite.shared_file import Job, SharedFile, SQLiteWaiters
 from mainspring.mailbox.sqlite.store import JoiningAcknowledge, is_lease
-from mainspring.mailbox.sqlite.threads import LOOK_AGAIN
+from mainspring.mailbox.sqlite.threads import INSPECT_EVERY
 
 if TYPE_CHECKING:
     from mainspring.mailbox.message import ClaimedMessage, Envelope, Settlement
@@ -186,7 +186,7 @@ class SQLiteBackend(batched.BatchedBackend):
             raise
         self._number = self.waiters.mailbox = opening.result
         self._keep_at = self._now() + TRANSIENT_LIFE / 24 if self.name.startswith(TRANSIENT) else math.inf
-        self.notifications.cancelled.on_demand = self._hear_cancelled
+        self.notifications.cancelled.on_demand = self._listen_for_cancelled
         shared.add_waiters(self.waiters)
         scope.start_soon(self._batcher.run, name=f"mailbox {self.name} batches", stop=self._batcher.stop)
 
@@ -254,7 +254,7 @@ class SQLiteBackend(batched.BatchedBackend):
         try:
             await self.call(batched.Sweep())
         except MainspringError:  # the receives themselves will hear of it
-            self.sweep_in(LOOK_AGAIN)
+            self.sweep_in(INSPECT_EVERY)
 
     # ----------------------------------------------------------------------------------------------------- messages
 
@@ -303,7 +303,7 @@ class SQLiteBackend(batched.BatchedBackend):
             raise lease_over(command.delivery)
         return await self._batcher.call(command)
 
-    def _hear_cancelled(self, wanted: bool) -> None:
+    def _listen_for_cancelled(self, wanted: bool) -> None:
         if self._shared is not None and self._real and not (self.waiters.closed and wanted):
             self._shared.listen(self.waiters, wanted)
 

@@ -15,8 +15,12 @@ import selectors
 import socket
 import threading
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from mainspring.core import clock, random
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 NOTE_SIZE = 512
 """The most bytes that are read of a notification: that of a cancelled message has its id in it."""
@@ -34,7 +38,7 @@ def note_of(mailbox: int, message_id: str) -> bytes:
 
 
 class Notifier:
-    """Wakes the other processes that listen beside one file. None of its methods raises for what they do."""
+    """Wakes the other processes that listen beside one file. No :class:`OSError` leaves it: a notification may be lost."""
 
     def __init__(self, path: str) -> None:
         self.directory = f"{path}-wake"
@@ -46,21 +50,20 @@ class Notifier:
         names = [name for name in self._found() if name != own]
         if not names:
             return
-        try:
-            folder = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError:
-            return
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
+        with (
+            contextlib.suppress(OSError),
+            _opened(self.directory) as folder,
+            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender,
+        ):
             sender.setblocking(False)
             for name in names:
                 try:
-                    sender.sendto(f"{NEWS} {name}".encode() if note is None else note, _address(folder, name))
+                    sender.sendto(os.fsencode(f"{NEWS} {name}") if note is None else note, _address(folder, name))
                 except ConnectionRefusedError:  # its process died
                     with contextlib.suppress(OSError):
                         os.unlink(name, dir_fd=folder)
                 except OSError:  # it is being taken down, or has notifications enough
                     continue
-        os.close(folder)
 
     def _found(self) -> list[str]:
         """Return the names in the directory, which is read only where it has changed."""
@@ -75,8 +78,8 @@ class Notifier:
 
 
 @dataclass
-class Heard:
-    """Notifications: the ``names`` they were sent to, and messages that were ``cancelled`` (mailbox and id).
+class Notifications:
+    """What was received: the ``names`` they were sent to, and messages that were ``cancelled`` (mailbox and id).
 
     ``unknown``: there may be others, of any file.
     """
@@ -96,13 +99,24 @@ class Heard:
             self.unknown = True
 
 
-class NotificationSocket:
-    """The socket of this process that hears notifications. All methods may be called from any thread; none raises."""
+@dataclass(eq=False, slots=True)
+class Receiver:
+    """A socket, the device that it is on, and the directory of each of its names."""
+
+    socket: socket.socket
+    device: int
+    directories: dict[str, str]
+
+
+class NotificationListener:
+    """The sockets of this process to which notifications are sent. All methods may be called from any thread; none raises.
+
+    The lock is not held while a disk is used: one that hangs holds up its own file alone.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._homes: dict[socket.socket, dict[str, str]] = {}
-        """The directory of each name of each socket."""
+        self._receivers: list[Receiver] = []
         self._interrupts, self._interrupter = socket.socketpair()
         self._interrupts.setblocking(False)
         self._interrupter.setblocking(False)
@@ -112,41 +126,38 @@ class NotificationSocket:
     def add(self, directory: str) -> str:
         """Listen under a new name in that directory, which is made if need be. Return the name, "" where that cannot be."""
         name = f"{os.getpid()}-{random.token()}"
-        with self._lock:
-            try:
-                os.makedirs(directory, exist_ok=True)
-                self._link(directory, name)
-            except OSError:
-                return ""
+        try:
+            os.makedirs(directory, exist_ok=True)
+            device = os.stat(directory).st_dev
+            if not self._link(directory, name, device):
+                self._bind(directory, name, device)
+        except OSError:
+            return ""
         return name
 
     def remove(self, name: str) -> None:
         """Listen no longer under that name."""
         with self._lock:
-            for heard, homes in list(self._homes.items()):
-                directory = homes.pop(name, None)
-                if directory is not None:
-                    with contextlib.suppress(OSError):
-                        os.unlink(f"{directory}/{name}")
-                if not homes:
-                    del self._homes[heard]
-                    self._selector.unregister(heard)
-                    heard.close()
+            receiver = next((receiver for receiver in self._receivers if name in receiver.directories), None)
+        if receiver is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(f"{receiver.directories[name]}/{name}")
+            self._forget(receiver, name)
 
-    def wait(self, seconds: float | None) -> Heard:
+    def wait(self, seconds: float | None) -> Notifications:
         """Return what has come, or nothing once ``seconds`` are over or it was interrupted."""
-        heard = Heard()
+        received = Notifications()
         for key, _ in self._selector.select(seconds):
             count = 0
             try:
                 while note := key.fileobj.recv(NOTE_SIZE):  # type: ignore[union-attr]
                     count += 1
                     if key.fileobj is not self._interrupts:
-                        heard.add(note)
+                        received.add(note)
             except OSError:  # no more, or it was removed
                 pass
-            heard.unknown = heard.unknown or count >= SHORTEST_QUEUE
-        return heard
+            received.unknown = received.unknown or count >= SHORTEST_QUEUE
+        return received
 
     def interrupt(self) -> None:
         """Let :meth:`wait` return at once."""
@@ -154,40 +165,61 @@ class NotificationSocket:
             self._interrupter.send(b"!")
 
     def close(self) -> None:
-        """Let go of everything; no thread may wait any more."""
-        for homes in list(self._homes.values()):
-            for name in list(homes):
-                self.remove(name)
+        """Let go of everything; no thread may wait any more, and no name be left."""
         self._selector.close()
         self._interrupts.close()
         self._interrupter.close()
 
-    def _link(self, directory: str, name: str) -> None:
-        for homes in self._homes.values():
-            other, there = next(reversed(homes.items()))
-            with contextlib.suppress(OSError):
-                os.link(f"{there}/{other}", f"{directory}/{name}")
-                homes[name] = directory
-                return
+    def _link(self, directory: str, name: str, device: int) -> bool:
+        """Give the newest socket of that device one more name. Return False if there is none, or it cannot have one."""
+        with self._lock:
+            receiver = next((receiver for receiver in reversed(self._receivers) if receiver.device == device), None)
+            if receiver is None:
+                return False
+            other, there = next(iter(receiver.directories.items()))
+            receiver.directories[name] = directory  # before it is there: the socket must not be closed meanwhile
+        try:
+            os.link(f"{there}/{other}", f"{directory}/{name}")
+        except OSError:
+            self._forget(receiver, name)
+            return False
+        return True
+
+    def _bind(self, directory: str, name: str, device: int) -> None:
         new = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
         try:
             new.setblocking(False)
-            folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
+            with _opened(directory) as folder:
                 new.bind(_address(folder, name))
-            finally:
-                os.close(folder)
-            self._selector.register(new, selectors.EVENT_READ)
+            with self._lock:
+                self._selector.register(new, selectors.EVENT_READ)
+                self._receivers.append(Receiver(new, device, {name: directory}))
         except BaseException:
             new.close()
             raise
-        self._homes[new] = {name: directory}
+
+    def _forget(self, receiver: Receiver, name: str) -> None:
+        with self._lock:
+            del receiver.directories[name]
+            if not receiver.directories:
+                self._receivers.remove(receiver)
+                self._selector.unregister(receiver.socket)
+                receiver.socket.close()
 
 
 def has_settled(changed: int) -> bool:
     """True if what changes from now on has another time than ``changed`` (nanoseconds, POSIX)."""
     seconds, rest = divmod(changed, 1_000_000_000)
     return seconds + (rest / 1e9 if rest else 1.0) + SETTLED < clock.wall_clock()()
+
+
+@contextlib.contextmanager
+def _opened(directory: str) -> Iterator[int]:
+    folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield folder
+    finally:
+        os.close(folder)
 
 
 def _address(folder: int, name: str) -> str:

@@ -16,7 +16,7 @@ from mainspring.mailbox import batched
 from mainspring.mailbox.batched import Claim, Command
 from mainspring.mailbox.sqlite.connection import DatabaseFile
 from mainspring.mailbox.sqlite.notifier import Notifier, note_of
-from mainspring.mailbox.sqlite.threads import LOOK_AGAIN, FileThreads
+from mainspring.mailbox.sqlite.threads import INSPECT_EVERY, FileThreads, logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,10 +26,20 @@ if TYPE_CHECKING:
     from mainspring.runtime.interval import Alarms
 
 
-class Look(Command):
+class Inspect(Command):
     """See, without writing, what could be claimed and when more becomes due."""
 
     __slots__ = ()
+
+
+class Listen(Command):
+    """Listen for notifications of other processes, or no longer where none is wanted any more."""
+
+    __slots__ = ("wanted",)
+
+    def __init__(self, wanted: bool) -> None:
+        super().__init__()
+        self.wanted = wanted
 
 
 class Rest(Command):
@@ -59,6 +69,7 @@ class SQLiteWaiters(batched.Waiters):
         self.announced = math.inf
 
 
+_OWN = (Inspect, Listen, Rest)
 KIND = "sqlite file"
 SOONEST = 1e-6
 """The shortest time, in seconds, that is waited for something due: rounding must not make it nothing."""
@@ -79,7 +90,7 @@ class Job:
     real: bool = True
 
     def finish(self) -> None:
-        """Tell the one who waits."""
+        """Call ``done`` on its event loop."""
         if self.done is not None:
             process.call_soon(self.loop, self.done)
 
@@ -104,6 +115,7 @@ class SharedFile:
         self._watcher: FileWatcher | None = None
         self._listens_as: str | None = None
         self._wanted = 0.0
+        self._being_inspected = False
         self._owner = os.getpid()
 
     @classmethod
@@ -152,7 +164,10 @@ class SharedFile:
 
     def rest(self) -> None:
         """Have it disconnected, in a turn of its own: its disk may hang, and holds up no other file."""
-        self.submit(Job((Rest(),), clock.boot_time, 0.0))
+        self._submit_own(Rest())
+
+    def _submit_own(self, command: Command) -> None:
+        self.submit(Job((command,), clock.boot_time, 0.0))
 
     def _put(self, job: Job) -> None:
         self._inbox.append(job)
@@ -178,11 +193,10 @@ class SharedFile:
                 self._waiters.pop(waiters.mailbox, None)
 
     def listen(self, waiters: SQLiteWaiters, wanted: bool) -> None:
-        """Set whether ``waiters`` hear of cancelled messages at once also while none of their receives waits."""
-        with self._lock:
-            waiters.listens = wanted
-            if wanted and self._listens_as is None:
-                self._watch_from_now_on()
+        """Set whether ``waiters`` are told of cancelled messages at once also while none of their receives waits."""
+        waiters.listens = wanted
+        if wanted:
+            self._submit_own(Listen(True))
 
     @property
     def in_use(self) -> bool:
@@ -204,14 +218,20 @@ class SharedFile:
         while True:
             with self._lock:
                 jobs, self._inbox = self._inbox, []
-            self._transact(jobs)
-            left = not self._users and self._left()
-            if self.file.log_is_long and not left:
-                _finish(jobs)
-                jobs = []
-                self.file.checkpoint_log()
-            if self.file.connected:
-                self._threads.connections.used(self)
+            committed = self.file.transactions
+            try:
+                self._transact(jobs)
+                left = not self._users and self._left()
+                if self.file.log_is_long and not left:
+                    _finish(jobs)
+                    jobs = []
+                    self.file.checkpoint_log()
+                if self.file.connected:
+                    self._threads.connections.used(self)
+            except Exception as error:  # the thread must outlive it, and the callers must be told
+                logger.exception("the mailbox file %s could not be served", self.file.path)
+                if self.file.transactions == committed:
+                    self.file.fail([command for job in jobs for command in job.commands], error)
             with self._lock:
                 goes_on = bool(self._inbox) and not writers.queueing()
                 if not goes_on:
@@ -224,16 +244,20 @@ class SharedFile:
 
     def _transact(self, jobs: list[Job]) -> None:
         commands = jobs[0].commands if len(jobs) == 1 else [command for job in jobs for command in job.commands]
-        kinds = {type(command) for command in commands}
-        if Look in kinds or Rest in kinds:
-            commands = [command for command in commands if type(command) not in (Look, Rest)]
+        own = [command for command in commands if type(command) in _OWN]
+        if own:
+            commands = [command for command in commands if type(command) not in _OWN]
         work = None
         if commands and not self._has_nothing_for(commands, jobs[0]):
             work = self.file.run(commands, jobs[0].boot, max(job.wall for job in jobs))
         if work is not None:
             self._tell(work, jobs[0].real)
-        if Look in kinds:
-            self._look()
+        kinds = {type(command) for command in own}
+        for command in own:
+            if type(command) is Listen:
+                self._listen(command.wanted)
+        if Inspect in kinds:
+            self._inspect()
         if Rest in kinds:
             self.file.rest(self._waited_on())
 
@@ -249,13 +273,14 @@ class SharedFile:
         for command in commands:
             command.result = []
         with self._lock:
-            self._tell_of_nothing(mailboxes, soonest, boot, job.real)
+            self._tell_of_nothing(mailboxes, soonest, boot)
+        if job.real:
+            self._listen(True)
         return True
 
     def _left(self) -> bool:
         """Leave the file, unless it is in use or was used meanwhile. Return True if it was left."""
-        with self._lock:
-            self._watch_no_more()
+        self._listen_no_longer()
         self.file.leave()
         with self._lock:
             if self._users or self._inbox:  # a user that came and went leaves jobs, and waits for them
@@ -280,14 +305,14 @@ class SharedFile:
             for mailbox, count in work.gained.items():
                 self._wake(mailbox, count)
             self._tell_of_cancelled(work.cancelled)
-            self._tell_of_nothing(work.empty, work.soonest, work.boot, real)
+            self._tell_of_nothing(work.empty, work.soonest, work.boot)
+        if work.empty and real:
+            self._listen(True)
 
-    def _tell_of_nothing(self, empty: set[int], soonest: float, boot: float, real: bool) -> None:
-        """Say when the next thing is due, and listen for those in the ``empty`` mailboxes."""
+    def _tell_of_nothing(self, empty: set[int], soonest: float, boot: float) -> None:
+        """Say when the next thing is due, also to the receives that have found their mailboxes ``empty``."""
         if soonest < math.inf:
             self._announce(soonest, boot, empty)
-        if empty and self._listens_as is None and real:
-            self._watch_from_now_on()
 
     def _wake(self, mailbox: int, count: int) -> None:
         for waiters in self._waiters.get(mailbox, ()):
@@ -310,7 +335,7 @@ class SharedFile:
                 process.call_soon(waiters.loop, partial(waiters.cancelled, [message_id]))
 
     def _announce(self, soonest: float, boot: float, empty: set[int]) -> None:
-        """Say when the next thing is due to those who wait, or are about to, and do not know yet."""
+        """Say when the next thing is due to the receives that wait, or are about to, and were not told yet."""
         for mailbox, group in self._waiters.items():
             for waiters in group:
                 if (waiters.parked or mailbox in empty) and (soonest < waiters.announced or waiters.announced <= boot):
@@ -321,11 +346,11 @@ class SharedFile:
         with self._lock:
             return list(self._waiters)
 
-    def _look(self) -> None:
-        seen = self.file.look(self._waited_on())
+    def _inspect(self) -> None:
+        seen = self.file.inspect(self._waited_on())
         if seen is None:
             with self._lock:
-                self._wake_all()  # those who wait shall hear what is wrong
+                self._wake_all()  # the receives find out what is wrong
             return
         boot = clock.boot_time()
         soonest = seen.soonest(boot, clock.utc_now().timestamp())
@@ -337,46 +362,62 @@ class SharedFile:
 
     # ---------------------------------------------------------------------------------------- for other processes
 
-    def _watch_from_now_on(self) -> None:
-        """Listen. What was sent before is found by the receives themselves: they look once more."""
-        if self._watcher is not None:
+    def _listen(self, wanted: bool) -> None:
+        """Listen, or no longer if it is not wanted again. What was sent meanwhile the receives find: they claim once more."""
+        if wanted and self._listens_as is None and self._watcher is not None:
             self._wanted = clock.monotonic()
             self._listens_as = self._watcher.add(self, self._notifier.directory)
+        elif not wanted and not self._listener_wanted():
+            self._listen_no_longer()  # a receive that parks just now claims again, and has the file listen again
+        else:
+            return
+        with self._lock:
             self._wake_all()
 
-    def _watch_no_more(self) -> None:
+    def _listen_no_longer(self) -> None:
         if self._watcher is not None and self._listens_as is not None:
             self._listens_as = None
             self._watcher.remove(self)
 
-    def look_again(self, now: float, anew: bool) -> None:
-        """Have the file looked into if receives wait and it has changed, or in any case where ``anew``.
-
-        Listening ends where it was wanted by none for :data:`LOOK_AGAIN` seconds.
-        """
+    def _listener_wanted(self) -> bool:
         with self._lock:
-            parked = self._has_parked()
-            if parked or any(waiters.listens for waiters in self._everybody()):
-                self._wanted = now
-            elif now - self._wanted >= LOOK_AGAIN:
-                self._watch_no_more()
-                self._wake_all()  # a receive that parks just now claims again, and has the file watched again
-        if parked and (anew or self.file.has_changed()):
-            self.submit(Job((Look(),), clock.boot_time, 0.0))
+            return any(waiters.parked or waiters.listens for waiters in self._everybody())
 
-    def hear_of_news(self) -> None:
-        """Have the file looked into: another process says that there is something new."""
+    # ------------------------------------------------------------------------------------------ called by the watcher
+
+    def wants_inspection(self, now: float) -> bool:
+        """True if receives wait, and no inspection is held up.
+
+        Listening ends where it was wanted by none for :data:`INSPECT_EVERY` seconds.
+        """
+        if self._listener_wanted():
+            self._wanted = now
+        elif now - self._wanted >= INSPECT_EVERY and not self._queued:
+            self._submit_own(Listen(False))
+        return self._has_parked() and not self._being_inspected
+
+    def inspect(self, anew: bool) -> None:
+        """Have the file inspected if it has changed, or in any case where ``anew``; called by a writer thread."""
+        self._being_inspected = True
+        try:
+            if anew or self.file.has_changed():
+                self._submit_own(Inspect())
+        finally:
+            self._being_inspected = False
+
+    def on_news(self) -> None:
+        """Have the file inspected: another process says that there is something new."""
         with self._lock:
             for waiters in self._everybody():
                 waiters.signals += 1
-            parked = self._has_parked()
-        if parked:
-            self.submit(Job((Look(),), clock.boot_time, 0.0))
+        if self._has_parked():
+            self._submit_own(Inspect())
 
-    def hear_of_cancelled(self, cancelled: list[tuple[int, str]]) -> None:
+    def on_cancelled(self, cancelled: list[tuple[int, str]]) -> None:
         """Tell the holders of messages that these were cancelled in another process."""
         with self._lock:
             self._tell_of_cancelled(cancelled)
 
     def _has_parked(self) -> bool:
-        return any(waiters.parked for waiters in self._everybody())
+        with self._lock:
+            return any(waiters.parked for waiters in self._everybody())

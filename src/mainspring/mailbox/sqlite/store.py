@@ -182,7 +182,7 @@ def perform(connection: Connection, commands: Sequence[Command], boot: float, wa
     return work
 
 
-def look(connection: Connection, waited_on: Sequence[int] = ()) -> tuple[dict[int, int], float, float]:
+def inspect(connection: Connection, waited_on: Sequence[int] = ()) -> tuple[dict[int, int], float, float]:
     """Return the pending messages by mailbox, the earliest lease end (since boot) and the earliest due date (POSIX).
 
     A dropped mailbox among ``waited_on`` counts as one with messages, so that its receivers wake and are told. All are

@@ -6,9 +6,9 @@ held up, by another process that has the file locked or by a disk that hangs. If
 :data:`HELD_UP` seconds, there is one thread more, then two more, four, and so on, until they have nothing to do. So a file
 waits for no other one.
 
-The watcher hears the notifications of other processes, and looks once a second at the files on which receives wait: a
-notification can be lost. It sees from the time of the log whether a file has changed, and has a writer thread look into a file
-that has. It is also the one to start a writer thread where the others are held up.
+The watcher listens for the notifications of other processes, and once a second has the files inspected on which receives
+wait: a notification can be lost. Whether a file has changed, the time of its log tells. The watcher also starts a writer thread
+where the others are held up; so it uses no disk itself.
 
 All of them end with the last user of a file. A process that has none has no threads.
 """
@@ -23,12 +23,15 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from mainspring.core import clock, process
-from mainspring.mailbox.sqlite.notifier import NotificationSocket
+from mainspring.core.loggers import Logger
+from mainspring.mailbox.sqlite.notifier import NotificationListener
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from mainspring.mailbox.sqlite.shared_file import SharedFile
+
+logger = Logger("mainspring.mailbox.sqlite")
 
 WRITERS = 2
 """How many writer threads there are at most while none is held up."""
@@ -38,8 +41,8 @@ KEPT = 64
 """How many connections a process keeps. Each takes some 300 KiB and three descriptors, and half a millisecond to open."""
 IDLE = 5.0
 """Seconds after which a writer thread that has nothing to do ends, unless it is the last one."""
-LOOK_AGAIN = 1.0
-"""Seconds after which waiting receives look at the file again, should a notification have been lost."""
+INSPECT_EVERY = 1.0
+"""Seconds after which a file on which receives wait is inspected, should a notification have been lost."""
 CLOCK_JUMP = 0.5
 """Seconds by which the clocks have to move against each other for the date to count as changed."""
 
@@ -49,7 +52,7 @@ class Writers:
 
     def __init__(self, crowded: Callable[[], None]) -> None:
         self._crowded = crowded
-        self._queue: SimpleQueue[SharedFile | None] = SimpleQueue()
+        self._queue: SimpleQueue[SharedFile | Inspection | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._threads = 0
         self._files = 0  # that are queued or served
@@ -68,8 +71,8 @@ class Writers:
             for _ in range(self._threads):
                 self._queue.put(None)
 
-    def serve(self, file: SharedFile) -> None:
-        """Let a file have a turn."""
+    def serve(self, file: SharedFile | Inspection) -> None:
+        """Let a file, or an inspection of files, have a turn."""
         with self._lock:
             self._files += 1
             crowded = False
@@ -129,12 +132,29 @@ class Writers:
             self._turns += 1
 
 
+class Inspection:
+    """A turn in which each of ``files`` is inspected if it has changed, or in any case where ``anew``.
+
+    A file whose disk hangs holds it up, and is left out of the next one: so it holds up the others no longer than that.
+    """
+
+    def __init__(self, files: Sequence[SharedFile], anew: bool) -> None:
+        self._files = files
+        self._anew = anew
+
+    def serve(self, writers: Writers) -> None:
+        """Do so."""
+        for file in self._files:
+            file.inspect(self._anew)
+        writers.served()
+
+
 class FileWatcher:
     """The thread that watches, and the files that it watches."""
 
     def __init__(self) -> None:
         self.writers = Writers(self._interrupt)
-        self._listener = NotificationSocket()
+        self._listener = NotificationListener()
         self._lock = threading.Lock()
         self._files: dict[SharedFile, str] = {}
         self._ended = False
@@ -175,29 +195,29 @@ class FileWatcher:
         self._listener.interrupt()
 
     def _watch(self) -> None:
-        look_at = math.inf
+        inspect_at = math.inf
         queueing = False
         ahead = _date_ahead()
         while not self._ended:
-            wanted = min(look_at - clock.monotonic(), HELD_UP if queueing else math.inf)
-            heard = self._listener.wait(None if wanted == math.inf else max(0.0, wanted))
+            wanted = min(inspect_at - clock.monotonic(), HELD_UP if queueing else math.inf)
+            received = self._listener.wait(None if wanted == math.inf else max(0.0, wanted))
             now = clock.monotonic()
             queueing = self.writers.help(now)
             with self._lock:
                 files = dict(self._files)
-            if heard.unknown or now >= look_at:
+            if received.unknown or now >= inspect_at:
                 ahead, before = _date_ahead(), ahead
-                jumped = abs(ahead - before) > CLOCK_JUMP
-                for file in files:
-                    file.look_again(now, jumped)
-            if now >= look_at:
-                look_at = math.inf
+                waited_on = [file for file in files if file.wants_inspection(now)]
+                if waited_on:
+                    self.writers.serve(Inspection(waited_on, abs(ahead - before) > CLOCK_JUMP))
+            if now >= inspect_at:
+                inspect_at = math.inf
             if files:
-                look_at = min(look_at, now + LOOK_AGAIN)
-            for file, name in files.items() if heard.names or heard.cancelled else ():
-                if name in heard.names:
-                    file.hear_of_news()
-                file.hear_of_cancelled(heard.cancelled)
+                inspect_at = min(inspect_at, now + INSPECT_EVERY)
+            for file, name in files.items() if received.names or received.cancelled else ():
+                if name in received.names:
+                    file.on_news()
+                file.on_cancelled(received.cancelled)
         self._listener.close()
 
 
