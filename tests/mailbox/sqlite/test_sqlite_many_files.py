@@ -17,7 +17,7 @@ import pytest
 from mainspring.mailbox.message import Counts
 from mainspring.mailbox.sqlite import schema as sql
 from mainspring.mailbox.sqlite.mailbox import SQLiteMailbox
-from mainspring.mailbox.sqlite.notifier import Notifications
+from mainspring.mailbox.sqlite.notifier import ReceivedNotifications
 from mainspring.mailbox.sqlite.threads import KEPT, WRITERS
 
 pytestmark = pytest.mark.anyio
@@ -261,7 +261,7 @@ async def test_a_new_file_is_made_by_one_of_several_processes_at_once(tmp_path, 
 
 
 def test_notifications_of_this_and_of_earlier_releases():
-    received = Notifications()
+    received = ReceivedNotifications()
     received.add(b"! 12-abc")
     received.add(b"7 the-id")
     assert (received.names, received.cancelled, received.unknown) == ({"12-abc"}, [(7, "the-id")], False)

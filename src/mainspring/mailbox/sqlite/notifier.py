@@ -78,7 +78,7 @@ class Notifier:
 
 
 @dataclass
-class Notifications:
+class ReceivedNotifications:
     """What was received: the ``names`` they were sent to, and messages that were ``cancelled`` (mailbox and id).
 
     ``unknown``: there may be others, of any file.
@@ -144,9 +144,9 @@ class NotificationListener:
                 os.unlink(f"{receiver.directories[name]}/{name}")
             self._forget(receiver, name)
 
-    def wait(self, seconds: float | None) -> Notifications:
+    def wait(self, seconds: float | None) -> ReceivedNotifications:
         """Return what has come, or nothing once ``seconds`` are over or it was interrupted."""
-        received = Notifications()
+        received = ReceivedNotifications()
         for key, _ in self._selector.select(seconds):
             count = 0
             try:
