@@ -13,7 +13,7 @@ from mainspring.runtime.shared_task import SharedTask
 from mainspring.testing import run_virtual
 
 pytestmark = pytest.mark.anyio
-WHO = ContextVar("who", default="nobody")
+WHO = ContextVar("who", default="none")
 
 
 class Served:

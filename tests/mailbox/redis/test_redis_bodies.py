@@ -243,7 +243,7 @@ async def test_a_body_that_is_deleted_before_its_message_is_stored_is_sent_again
     async with line.mailbox() as mailbox:
         async with stopped_at(line, b"FCALL") as reached, anyio.create_task_group() as group:
             # The line has passed on what came before: with the call, or before it.
-            here.call("HSET", here.key("bodies"), "nobody's", "x")
+            here.call("HSET", here.key("bodies"), "orphan", "x")
             group.start_soon(mailbox.send, text("x"))
             await reached.wait()
             here.call("UNLINK", here.key("bodies"))

@@ -111,7 +111,7 @@ class Receiver:
 class NotificationListener:
     """The sockets of this process to which notifications are sent. All methods may be called from any thread; none raises.
 
-    The lock is not held while a disk is used: one that hangs holds up its own file alone.
+    The lock is not held while a disk is used: a disk that hangs holds up its own file alone.
     """
 
     def __init__(self) -> None:
