@@ -332,8 +332,8 @@ def _mailboxes(mailboxes: Sequence[MailboxStatus]) -> Iterable[Metric]:
 
 
 _LOOP_GAUGES = (
-    ("mainspring_in_flight", "in_flight", "Messages being handled."),
-    ("mainspring_concurrency", "concurrency", "Messages a loop handles at most."),
+    ("mainspring_in_flight", "in_flight", "Messages in hand: in handlers, claimed ahead, or being settled."),
+    ("mainspring_concurrency", "concurrency", "Handlers of a loop that run at once, at most."),
     ("mainspring_heartbeat_age_seconds", "heartbeat_age", "Time since the last sign of life."),
     ("mainspring_loop_ready", "ready", "1 while a loop runs and can claim work."),
     ("mainspring_loop_uptime_seconds", "uptime", "How long a loop's present run has lasted."),

@@ -21,7 +21,9 @@ class LoopStatus:
     reason: str | None
     heartbeat_age: float
     in_flight: int = 0
+    """How many messages are in hand: in handlers, claimed ahead, or being settled."""
     concurrency: int = 0
+    """How many handlers run at once, at most."""
     mailbox: str | None = None
     restarts: int = 0
     oldest_beat_age: float = 0.0

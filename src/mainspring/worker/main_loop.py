@@ -53,9 +53,9 @@ class MainLoop:
         or a coroutine that it forgot to await, is a failed attempt. Each run has context variables of its own: a copy of those
         that the loop was started with.
     :param name: for logs, metrics and reports; the handler's name by default.
-    :param concurrency: how many handlers run at once. As many messages are leased. While handlers are quick, so are the
-        messages that they will begin within 50 ms at their present rate (at most 100 in all). Messages that have not begun
-        after 100 ms, or when the loop stops or pauses, are released, uncharged.
+    :param concurrency: how many handlers run at once, with a message leased for each. While handlers are quick, the messages
+        are leased as well that they will begin within 50 ms at their present rate, up to 100 messages in all. Messages that
+        have not begun after 100 ms, or when the loop stops or pauses, are released, uncharged.
     :param visibility_timeout: seconds a lease lasts (1 to 43,200). It is renewed while the handler runs. So it says how soon
         another worker takes over after a crash, not how long a handler may take.
     :param wait_time_seconds: how long one receive waits for work.
