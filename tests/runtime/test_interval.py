@@ -182,7 +182,7 @@ async def test_alarms_ring_at_their_own_instants_on_one_timer(clock):
 
     one, two = ring("one", 8.0), ring("two")
     async with anyio.create_task_group() as group:
-        group.start_soon(alarms.timer.run)
+        group.start_soon(alarms.run)
         one.wake_by(5.0)
         two.wake_by(30.0)
         await anyio.sleep(1)
@@ -210,7 +210,7 @@ async def test_an_alarm_can_tell_by_how_much_it_rings_late(clock):
         alarm.wake_by(anyio.current_time() + 2.0)
         await anyio.sleep(slept)  # before anything runs it
         async with anyio.create_task_group() as group:
-            group.start_soon(alarms.timer.run)
+            group.start_soon(alarms.run)
             await anyio.sleep(1)
             group.cancel_scope.cancel()
     assert late == [0.0, 5.5]

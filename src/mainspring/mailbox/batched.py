@@ -677,7 +677,7 @@ class MailboxTimers:
 
     def __init__(self) -> None:
         self.alarms = Alarms()
-        self.task = SharedTask("timers of mailboxes", self.alarms.timer.run)
+        self.task = SharedTask("timers of mailboxes", self.alarms.run)
 
     @classmethod
     def of_event_loop(cls) -> MailboxTimers:

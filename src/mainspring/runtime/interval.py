@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from heapq import heappop, heappush
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anyio
 
 from mainspring.core.clock import loop_clock
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Coroutine
+
+    from anyio.abc import TaskGroup
 
 
 class Periodic:
@@ -91,10 +93,11 @@ def _never() -> float:
 
 
 class Alarms:
-    """Many alarms on one :class:`Periodic`, which their owner runs: a task for each would cost more than what it does."""
+    """Many alarms on one :class:`Periodic`: a task for each would cost more than what it does. Their owner runs :meth:`run`."""
 
     def __init__(self) -> None:
-        self.timer = Periodic(self._ring)
+        self._timer = Periodic(self._ring)
+        self._tasks: TaskGroup | None = None
         self.overslept = 0.0
         """By how many seconds the alarm rings late that rings just now."""
         self._heap: list[tuple[float, int, Alarm]] = []
@@ -104,11 +107,21 @@ class Alarms:
         """Return a new alarm. ``step`` returns when to be called again; ``math.inf``: not before :meth:`Alarm.wake_by`."""
         return Alarm(self, step)
 
+    async def run(self) -> None:
+        """Ring until cancelled. It returns where a task that an alarm has started is cancelled by itself."""
+        async with anyio.create_task_group() as self._tasks:
+            await self._timer.run()
+
+    def start_soon(self, function: Callable[..., Coroutine[Any, Any, object]], *arguments: object) -> None:
+        """Start a task from the step of an alarm; it is cancelled with :meth:`run`."""
+        assert self._tasks is not None  # or no alarm would ring
+        self._tasks.start_soon(function, *arguments)
+
     def set(self, alarm: Alarm, when: float) -> None:
         """Let an alarm ring at ``when``, if it is still due then."""
         heappush(self._heap, (when, next(self._numbers), alarm))
-        if when < self.timer.due:
-            self.timer.wake_by(when)
+        if when < self._timer.due:
+            self._timer.wake_by(when)
 
     async def _ring(self, overslept: float) -> float:
         now = anyio.current_time()

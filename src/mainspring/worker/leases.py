@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from mainspring.errors import ReceiptHandleExpiredError, TaskExitError, describe
+from mainspring.errors import ReceiptHandleExpiredError, describe
 from mainspring.events import LeaseLost, LeaseRenewalFailed, LeaseRenewalRecovered
 from mainspring.runtime.cancellation import SpuriousAsError
 from mainspring.runtime.retry import Retries
@@ -15,9 +15,7 @@ from mainspring.worker.delivery import Phase
 from mainspring.worker.outcome import Cause
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
-
-    from anyio.abc import TaskGroup
+    from collections.abc import Collection
 
     from mainspring.core.dispatcher import Dispatcher
     from mainspring.policies import LeasePolicy
@@ -30,7 +28,7 @@ SETTLE_TIMEOUT = 30.0
 
 
 class LeaseKeeper:
-    """One timer for all the leases of a worker; each renewal is a task of its own, so that a slow one holds up no other.
+    """One alarm for all the leases of a worker; each renewal is a task of its own, so that a slow one holds up no other.
 
     A renewal is due when ``policy.fraction`` of the lease has passed. Trust in a lease counts from the instant at which its
     claim or renewal *began*: the store's own count cannot have begun earlier. When that trust ends, or the store says the
@@ -46,7 +44,6 @@ class LeaseKeeper:
         dispatcher: Dispatcher,
         store_health: StoreHealth,
         alarms: Alarms,
-        release_overdue: Callable[[], float],
     ) -> None:
         self._name = name
         self._store_health = store_health
@@ -56,28 +53,12 @@ class LeaseKeeper:
         self._period = visibility * policy.fraction
         self._first = min(SETTLE_TIMEOUT, self._period if policy.renew != "never" else visibility)
         self._dispatcher = dispatcher
-        self._alarms = alarms
         self._timer = alarms.alarm(self._look)
-        self.overdue = alarms.alarm(release_overdue)
-        """Releases what was claimed ahead and has not begun in time: other workers could have begun it."""
-        self._tasks: TaskGroup | None = None
+        self._alarms = alarms
         self._failures = 0
         """How many renewals have failed since the mailbox was last known to answer."""
         self._retrying: set[Delivery] = set()
         """The deliveries whose renewals are being tried again."""
-
-    async def run(self, subscribe: Callable[[Callable[[list[str]], object]], Callable[[], None]] | None = None) -> None:
-        """Keep the leases until cancelled. ``subscribe`` (``Notifications.cancelled.subscribe``) gets :meth:`revoke`."""
-        unsubscribe = None if subscribe is None else subscribe(self.revoke)
-        try:
-            async with anyio.create_task_group() as self._tasks:
-                self._store_health.tasks = self._tasks
-                await self._alarms.timer.run()
-            # The timer runs until cancelled: a task of the group was, and has ended it.
-            raise TaskExitError("the renewal of leases was cancelled by itself, and not by the loop")
-        finally:
-            if unsubscribe is not None:
-                unsubscribe()
 
     def track(self, deliveries: Collection[Delivery]) -> None:
         """Begin to keep the leases of runs that were just claimed."""
@@ -128,8 +109,7 @@ class LeaseKeeper:
             delivery.renew_at = min(now + self._period / 4, delivery.trusted_until)
         else:
             delivery.renew_at = math.inf  # under way
-            assert self._tasks is not None
-            self._tasks.start_soon(self._renew, delivery)
+            self._alarms.start_soon(self._renew, delivery)
 
     def _has_beaten(self, delivery: Delivery, now: float) -> bool:
         """True if the handler has given a sign of life since the last renewal; that it was started is none of its own.

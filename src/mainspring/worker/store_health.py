@@ -14,8 +14,6 @@ from mainspring.runtime.cancellation import SpuriousAsError
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from anyio.abc import TaskGroup
-
     from mainspring.core.dispatcher import Dispatcher
     from mainspring.runtime.interval import Alarms
 
@@ -36,9 +34,8 @@ class StoreHealth:
         self._name = name
         self._ask = ask
         self._dispatcher = dispatcher
+        self._alarms = alarms
         self._alarm = alarms.alarm(self._look)
-        self.tasks: TaskGroup | None = None
-        """Where ``ask`` is called, while the alarms run."""
         self._ask_at = math.inf
         self.answers = True
         """False from a failure until the mailbox answers again: then :meth:`made` or :meth:`received` is to be told so."""
@@ -104,11 +101,11 @@ class StoreHealth:
             await self._ask()
 
     def _look(self) -> float:
-        if self._other is None or self.tasks is None:
+        if self._other is None:
             return math.inf
         if anyio.current_time() >= self._ask_at:
             self._ask_at = anyio.current_time() + SILENCE  # by then this one has ended
-            self.tasks.start_soon(self._ask_again)
+            self._alarms.start_soon(self._ask_again)
         return self._ask_at
 
     async def _ask_again(self) -> None:

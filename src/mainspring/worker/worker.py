@@ -1,13 +1,13 @@
 """The worker engine: receive, handle, settle. Every loop that takes messages from a mailbox runs on it.
 
-One run of a loop has these tasks: one or two receivers, the slots, and the lease keeper.
+One run of a loop has these tasks: one or two receivers, the slots, and the alarms.
 
 - A **receiver** claims messages for the slots, and appends their deliveries to the backlog.
 - A **slot** waits, handles one delivery, settles it, and takes the next. It is started when it is first needed, and lives
   until the run ends. It handles in a cancel scope of its own, which it renews only after the scope was used to cancel. So a
   message costs neither a task nor a cancel scope.
-- The **lease keeper** renews the lease of each delivery from its claim to its settlement, and has what waits for too long in
-  the backlog released. It is stopped last.
+- The **alarms** have the lease of each delivery renewed, from its claim to its settlement (``LeaseKeeper``), release the
+  backlog if it waits for too long, and have the store asked whether it answers (``StoreHealth``). They are stopped last.
 
 Invariants: a message is claimed for a free slot, or because a slot will soon be free (``ClaimAhead`` in ``slots.py``). At most
 ``concurrency`` handlers run at once, whatever the number of slots: there are more while some of them settle. At most one
@@ -99,6 +99,7 @@ class Worker:
         self.admission = Admission(heartbeat)
         self.shutting_down = anyio.Event()
         self._alarms = Alarms()
+        self._overdue = self._alarms.alarm(self._release_overdue)
         self.store_health = StoreHealth(name, mailbox.approximate_count, dispatcher, self._alarms)
         self._mailbox = mailbox
         self._dispatcher = dispatcher
@@ -121,9 +122,8 @@ class Worker:
         self._open_receives: list[OpenReceive] = []
         self._releases: set[anyio.CancelScope] = set()  # once the loop is cancelled, they have no longer than all else
         self._lease = LeaseKeeper(
-            name, slots.deliveries, settings.lease, visibility, dispatcher, self.store_health, self._alarms,
-            self._give_back_overdue,
-        )  # fmt: skip
+            name, slots.deliveries, settings.lease, visibility, dispatcher, self.store_health, self._alarms
+        )
         self._handler_runs = HandlerRuns(
             name, mailbox, call, settings, dispatcher, self._clock, context_of(self), wrappers
         )
@@ -173,10 +173,10 @@ class Worker:
         crash: Exception | None = None
         self._receives_left = math.inf if max_iterations is None else max_iterations
         async with DaemonScope(f"{self.name} worker") as scope:
-            scope.start_soon(self._keep_leases, name=f"{self.name} leases")
+            scope.start_soon(self._run_alarms, name=f"{self.name} leases")
             async with anyio.create_task_group() as self._tasks:
                 try:
-                    await self.admission.run(self._receive_until_paused, self._hand_back)
+                    await self.admission.run(self._receive_until_paused, self._release_backlog)
                 except Exception as error:
                     crash = error
                 except BaseException:
@@ -186,20 +186,28 @@ class Worker:
                     raise
                 finally:
                     self._ending = True
-                    await self._hand_back()
+                    await self._release_backlog()
                     self._wake_all_slots()
-            # Leaving the scope stops the renewal, as the last thing.
+            # Leaving the scope stops the renewal of leases, as the last thing.
         if crash is not None:
             raise crash
         if self._tasks.cancel_scope.cancel_called:  # by a task that was cancelled before it had begun
             raise TaskExitError("a slot was cancelled by itself, and not by the loop")
 
-    async def _keep_leases(self) -> None:
-        stop_listening = self._mailbox.backend.notifications.silence.subscribe(self._fell_silent)
+    async def _run_alarms(self) -> None:
+        """Have leases renewed, overdue deliveries released and the store asked whether it answers, until cancelled."""
+        notifications = self._mailbox.backend.notifications
+        stop_listening = (
+            notifications.silence.subscribe(self._fell_silent),
+            notifications.cancelled.subscribe(self._lease.revoke),
+        )
         try:
-            await self._lease.run(self._mailbox.backend.notifications.cancelled.subscribe)
+            await self._alarms.run()
+            # They ring until cancelled: a task of theirs was, and has ended them.
+            raise TaskExitError("the renewal of leases was cancelled by itself, and not by the loop")
         finally:
-            stop_listening()
+            for stop in stop_listening:
+                stop()
             # It is stopped last: handlers that still run are being cancelled with the loop.
             self._handler_runs.cancelled = True
 
@@ -302,7 +310,7 @@ class Worker:
         if self._capacity is None and self._receives_left == math.inf:
             self._slots.ahead.claimed(len(deliveries), len(self._backlog), now)
             if len(self._slots.deliveries) > self._concurrency:
-                self._lease.overdue.wake_by(now + OVERDUE)
+                self._overdue.wake_by(now + OVERDUE)
         self._lease.track(deliveries)
         self._backlog.extend(deliveries)
         for delivery in deliveries:
@@ -322,14 +330,14 @@ class Worker:
         await anyio.sleep(pause)
         self._heartbeat.beat()
 
-    async def _hand_back(self) -> None:
+    async def _release_backlog(self) -> None:
         """Release the backlog, as the loop takes no more work."""
         if self.admission.open:
             return
         self.store_health.receives_end()
-        await self._release(self._take_back(len(self._backlog)), bounded())
+        await self._release(self._take_youngest(len(self._backlog)), bounded())
 
-    def _take_back(self, count: int) -> list[Delivery]:
+    def _take_youngest(self, count: int) -> list[Delivery]:
         """Take the youngest ``count`` out of the backlog, the youngest first, as each goes to the front of the queue."""
         self._slots.ahead.begin_anew()
         return [self._backlog.pop() for _ in range(count)]
@@ -345,9 +353,9 @@ class Worker:
         assert self._tasks is not None
         scope = anyio.CancelScope(deadline=self._clock() + SETTLE_TIMEOUT, shield=True)
         self._releases.add(scope)
-        self._tasks.start_soon(self._release, self._take_back(count), scope, name=f"{self.name} release")
+        self._tasks.start_soon(self._release, self._take_youngest(count), scope, name=f"{self.name} release")
 
-    def _give_back_overdue(self) -> float:
+    def _release_overdue(self) -> float:
         """Release what was claimed ahead and could not begin in time, so that another worker has it; when to look again.
 
         If the event loop stood still, it was a handler that did not wait: the others get the time again.
