@@ -7,7 +7,7 @@ import pytest
 from loop_support import DOWN, sleeper
 
 from mainspring import Context, InMemoryMailbox, LoopGroup, MainLoop, RetryPolicy
-from mainspring.events import MessageStarted, SettlementFailed
+from mainspring.events import MessageNotAcknowledged, MessageStarted, SettlementFailed
 from mainspring.mailbox.backend import Capabilities
 from support import FaultyMailbox, background, fail, hang, record, settled, slow, until, work
 
@@ -207,6 +207,25 @@ async def test_a_message_whose_worker_has_died_puts_none_at_risk_that_has_not_be
     assert anyio.current_time() < 0.15 + 700 * 0.002 / concurrency + 0.1  # no slot has waited meanwhile
 
 
+async def test_messages_that_failed_before_are_claimed_ahead_as_any_others(virtual_clock):
+    most = 0
+
+    async def handle(job: int, ctx: Context) -> None:
+        nonlocal most
+        if ctx.attempt == 1:
+            raise ValueError(job)
+        most = max(most, loop.in_flight)
+        await anyio.sleep(0.001)
+
+    mailbox = InMemoryMailbox()
+    await mailbox.send_many(range(300))
+    loop = MainLoop(mailbox, handle, retry=RetryPolicy(initial_delay=1, jitter="none"))
+    async with background(loop):
+        await settled(mailbox)
+    assert loop.outcomes == {"retried": 300, "acknowledged": 300}
+    assert most > 10
+
+
 async def test_while_a_message_runs_whose_worker_has_died_none_is_claimed_ahead(virtual_clock):
     mailbox = InMemoryMailbox()
     await mailbox.send("suspect")
@@ -228,6 +247,54 @@ async def test_while_a_message_runs_whose_worker_has_died_none_is_claimed_ahead(
         await mailbox.send_many(["other"] * 3_000)
         await settled(mailbox)
     assert most[True] <= 3 < most[False]
+
+
+@pytest.mark.parametrize("made", [InMemoryMailbox, lambda: ordered(InMemoryMailbox())])
+@pytest.mark.parametrize("concurrency", [1, 3])
+async def test_messages_begin_in_their_order(made, concurrency, virtual_clock):
+    began: list[int] = []
+
+    async def handle(job: int) -> None:
+        began.append(job)
+        if job % 7:
+            await anyio.sleep(0.0004 * (job % 5))
+
+    mailbox = made()
+    async with background(MainLoop(mailbox, handle, concurrency=concurrency)):
+        await mailbox.send_many(range(1_000))
+        await settled(mailbox)
+    assert began == list(range(1_000))
+
+
+async def test_the_youngest_is_released_first_for_stores_that_put_each_before_all_that_wait(virtual_clock):
+    mailbox = InMemoryMailbox()
+    sent = await mailbox.send_many(range(100))
+    async with background(MainLoop(mailbox, become_slow)) as loop:
+        ended = record(loop, MessageNotAcknowledged)
+        await anyio.sleep(0.3)
+        assert [event.message_id for event in ended] == sent[:80:-1]
+        loop.shutdown_timeout = 0
+
+
+@pytest.mark.parametrize("then_waits", [True, False])
+async def test_a_lease_that_ended_while_the_process_stood_still_lets_nothing_begin(then_waits, virtual_clock):
+    mailbox = InMemoryMailbox()
+    await mailbox.send_many(range(100))
+    clock = virtual_clock
+    began: list[tuple[int, int]] = []
+
+    async def handle(job: int, ctx: Context) -> None:
+        began.append((job, ctx.attempt))
+        if began == [(each, 1) for each in range(81)]:
+            clock.advance(1.5)  # longer than the lease
+            if not then_waits:
+                return  # so that the next message could begin before any other task looks at the leases
+        await anyio.sleep(0.001)
+
+    async with background(MainLoop(mailbox, handle, visibility_timeout=1)) as loop:
+        await settled(mailbox)
+    assert loop.outcomes["lost"] > 10
+    assert began == [*((job, 1) for job in range(81)), *((job, 2) for job in range(80, 100))]
 
 
 async def test_an_idle_worker_has_them_at_once(virtual_clock):
@@ -258,6 +325,29 @@ async def test_an_urgent_message_overtakes_what_is_claimed_ahead_by_its_fifty_mi
         sent = anyio.current_time()
         await anyio.sleep(0.2)
     assert began[5_000] - sent <= 0.1
+
+
+@pytest.mark.parametrize("end", ["shutdown", "pause"])
+@pytest.mark.parametrize("made", [InMemoryMailbox, lambda: ordered(InMemoryMailbox())])
+async def test_a_handler_that_stops_its_loop_is_the_last_that_begins(made, end, virtual_clock):
+    ran: list[int] = []
+
+    async def handle(job: int) -> None:
+        ran.append(job)
+        if job < 80:
+            await anyio.sleep(0.001)  # and those after it do not wait
+        elif job == 85:
+            loop.request_shutdown() if end == "shutdown" else loop.pause()
+
+    mailbox = made()
+    await mailbox.send_many(range(200))
+    loop = MainLoop(mailbox, handle)
+    async with background(loop):
+        await anyio.sleep(1)
+        assert ran == list(range(86))
+        left = await mailbox.receive(max_messages=1_000)
+        assert [message.body for message in left] == list(range(86, 200))
+        assert {message.attempt for message in left} == {1}
 
 
 @pytest.mark.parametrize("end", ["shutdown", "pause", "cancel"])
@@ -371,13 +461,20 @@ async def test_waiting_in_the_backlog_takes_no_time_of_the_handler(virtual_clock
     assert loop.outcomes["acknowledged"] == 100
 
 
-@pytest.mark.parametrize("end", ["cancelled", "expired"])
-async def test_a_message_that_ends_while_it_is_claimed_ahead_does_not_begin(end, virtual_clock):
+@pytest.mark.parametrize(
+    ("end", "takes"),
+    [
+        pytest.param("cancelled", 0.03, id="cancelled, in the backlog"),
+        pytest.param("cancelled", 0.2, id="cancelled, then released"),
+        pytest.param("expired", 0.2, id="expired, as it is released"),
+    ],
+)
+async def test_a_message_that_ends_while_it_is_claimed_ahead_does_not_begin(end, takes, virtual_clock):
     ran: list[int] = []
 
     async def handle(job: int) -> None:
         ran.append(job)
-        await anyio.sleep(0.001 if job < 80 else 0.09)
+        await anyio.sleep(0.001 if job < 80 else takes)
 
     mailbox = InMemoryMailbox()
     await mailbox.send_many(range(81))
