@@ -6,15 +6,15 @@ command is data: the store's own code says how it is done there, for all command
 The batcher. One runner takes everything that is queued and has it executed; what arrives while a batch is out gathers and
 leaves with the next one. Nothing ever waits for a batch to fill, so a lone command leaves at once. All the waiting of a batch
 hangs on one event: one wake-up for all its callers. Where commands come one by one, handing each to the runner and waiting
-for it would cost two turns of the event loop. There, if the store can go on with what was interrupted, the caller executes
-its own command, and the runner takes over only if the caller is cancelled. :class:`_State` has the states of what is out.
+for it would cost two turns of the event loop. There the caller executes its own command, if the store can go on with what was
+interrupted. The runner takes over if that caller is cancelled. :class:`_State` has the states of what is out.
 
-Claims. A claim that finds nothing waits in a line (:class:`Waiters`) and claims again when it is woken, or is given a message
-that the store has claimed for it. If the caller of a claim is cancelled while it is out, or the mailbox is closed meanwhile,
-no caller will see the messages that it leases. They are put back, as the first thing of the next batch.
+Claims. A claim that finds nothing waits in a line (:class:`Waiters`). It claims again when it is woken, or is given a message
+that the store has claimed for it. If its caller is cancelled while it is out, or the mailbox is closed meanwhile, no caller
+will see the messages that it leases. They are put back, as the first thing of the next batch.
 
-Timers. One task rings the alarms of a line: one ends the waits, and a store has its own for what is due. They ring until the
-close, whatever is cancelled before.
+Timers. One task rings the alarms of all mailboxes on an event loop (:class:`MailboxTimers`). Each line has an alarm that ends
+its waits, and a store adds its own for what is due. They ring until the close, whatever is cancelled before.
 
 Cancelled, a caller leaves at once. Its command is withdrawn if it has not left yet. Otherwise it takes effect, and is undone
 if the backend says how. On a lost connection, each command that has not taken place gets an error of its own.
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 class Command:
     """One operation on its way: the backend that executes it sets ``result`` or ``error``.
 
-    ``done``: it has taken place, though the batch is not over yet; what goes wrong with the rest of it is not its error.
+    ``done``: it has taken place, though the batch is not over yet. An error of the rest of the batch is not its own.
 
     ``wakes_first``: its caller is woken before the others of its batch, where the event loop keeps order. A claim needs this:
     slots whose acknowledgements were in the batch then find its messages in the backlog.
@@ -125,7 +125,7 @@ class Acknowledge(OfDelivery):
 
 @dataclass(eq=False, repr=False, slots=True)
 class AcknowledgeMany(Command):
-    """The messages are done; results in the errors of those whose leases are not held, by their number."""
+    """The messages are done; results in the errors of the messages whose leases are not held, by index."""
 
     deliveries: list[ClaimedMessage]
 
@@ -174,7 +174,7 @@ class Cancel(Command):
 
 @dataclass(eq=False, repr=False, slots=True)
 class Sweep(Command):
-    """Do what is due, for those who wait."""
+    """Do what is due, for the claims that wait."""
 
     droppable: ClassVar[bool] = True
 
@@ -199,7 +199,7 @@ class ListDead(Command):
 
 @dataclass(eq=False, repr=False, slots=True)
 class FindDead(Command):
-    """Results in those of the ids that are dead letters."""
+    """Results in the dead letters among these ids."""
 
     ids: list[str]
 
@@ -490,9 +490,9 @@ class Waiters:
     A claim that finds nothing parks in it, and what brings messages wakes a claim for each. ``alarm`` ends the waits at their
     deadlines: one for all claims, as a scope for each would cost more than its message.
 
-    ``signals`` is raised whenever there may be more to claim, also by threads; a claim takes it down before it looks, and
-    hands it to :meth:`wait`. What raises it looks at ``parked`` afterwards, and a claim parks before it looks at
-    ``signals``: so one of the two sees the other, and no message is missed between.
+    ``signals`` is raised whenever there may be more to claim, also by threads. A claim notes it before it looks, and hands it
+    to :meth:`wait`. A waker raises ``signals`` first, then looks at ``parked``. A claim parks first, then looks at
+    ``signals``. So one of the two sees the other, and no message is missed between.
     """
 
     __slots__ = ("_line", "alarm", "closed", "signals")
@@ -673,7 +673,7 @@ class CommandBackend(Backend):
 
 
 class MailboxTimers:
-    """The alarms of all mailboxes of a process and event loop, and the task that rings them: one timer for them all."""
+    """The alarms of all mailboxes of a process on one event loop, and the one task that rings them."""
 
     def __init__(self) -> None:
         self.alarms = Alarms()
@@ -681,7 +681,7 @@ class MailboxTimers:
 
     @classmethod
     def of_event_loop(cls) -> MailboxTimers:
-        """Return those of the running event loop."""
+        """Return the timers of the running event loop."""
         return process.shared("mailbox timers", process.event_loop(), cls)
 
 

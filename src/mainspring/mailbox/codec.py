@@ -84,7 +84,7 @@ class Codec:
         self._by_class: dict[type[Any], Codec] = {}
         self._certain = _JSON_SCALARS if self._is_any else self._exact.certain
         self._sure_text = str if str in self._certain else None
-        # Where nothing can differ from the type, nothing is asked for: "error" costs a microsecond a body, any keyword a tenth.
+        # Such a type needs no keywords when it is written: warnings="error" costs a microsecond a body, any other a tenth.
         self._plain = self.body_type if self.body_type in (str, int, bool) else None
         names: dict[str, Any] = {"by_alias": True, "by_name": True} if self._exact.is_aliased else {}
         self._check: Callable[..., Any] = partial(self._adapter.validator.validate_python, strict=True, **names)
@@ -279,8 +279,8 @@ class Codec:
 
 
 class _Plain(NamedTuple):
-    """What the ``TypeAdapter`` of a plain JSON type has, by pydantic's core alone: to import pydantic takes half as long as
-    all else that a worker imports."""
+    """What the ``TypeAdapter`` of a plain JSON type has, made by pydantic's core alone. Importing pydantic would take half as
+    long as all other imports of a worker."""
 
     core_schema: Mapping[str, Any]
     validator: Any
@@ -294,10 +294,9 @@ def _plain(body_type: Any) -> _Plain | None:
     schema = plain_schema(body_type)
     if schema is None:
         return None
-    written_as = (
-        core_schema.any_schema() if body_type is str else schema
-    )  # a string takes half the time, with the same result
-    return _Plain(schema, SchemaValidator(schema), SchemaSerializer(written_as))
+    # Without its own schema a string is written in half the time, with the same result.
+    written = core_schema.any_schema() if body_type is str else schema
+    return _Plain(schema, SchemaValidator(schema), SchemaSerializer(written))
 
 
 def plain_schema(body_type: Any) -> CoreSchema | None:

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Owner:
-    """Who has mailboxes open, and closes them at its end: a group or a loop, with the views that it works on."""
+    """A group or a loop that opens mailboxes, and closes them at its end."""
 
     name: str
     opening: dict[Mailbox[Any, Any], _OwnedMailbox] = field(default_factory=dict)
-    """What it is opening at this moment."""
+    """The mailboxes that it is opening at this moment."""
 
 
 OPENED_AT_ONCE = 100
@@ -36,7 +36,7 @@ _OWNER: ContextVar[Owner | None] = ContextVar("the owner of the mailbox that is 
 
 @asynccontextmanager
 async def kept_open(mailboxes: Iterable[Mailbox[Any, Any]], owner: str) -> AsyncIterator[None]:
-    """Open those of ``mailboxes`` that are not open, and close them, the last one first, when the block has been left.
+    """Open the mailboxes that are not open, and close them, the last one first, when the block has been left.
 
     Opening can be cancelled. Once open, a cancellation of everything around does not reach a mailbox before the block is
     out: loops that are cancelled can still hand their messages back.
@@ -47,10 +47,10 @@ async def kept_open(mailboxes: Iterable[Mailbox[Any, Any]], owner: str) -> Async
 
 
 async def open_in(scope: DaemonScope, mailboxes: Iterable[Mailbox[Any, Any]], owner: str) -> None:
-    """Open those of ``mailboxes`` that are not open; leaving ``scope`` closes them, and a cancellation does not.
+    """Open the mailboxes that are not open. Leaving ``scope`` closes them, and a cancellation does not.
 
-    What another owner has opened it would close under this one's work, so that is refused; what a user has opened is not.
-    A mailbox that is itself being opened here, and opens others, does so for the same owner.
+    A mailbox that another owner has opened is refused: that owner would close it under this one's work. One that its user has
+    opened is used as it is. A mailbox that is being opened here, and opens others, does so for the same owner.
 
     Up to :data:`OPENED_AT_ONCE` are opened at the same time. If some fail, the error of the first in order is raised.
 
@@ -72,7 +72,7 @@ async def open_in(scope: DaemonScope, mailboxes: Iterable[Mailbox[Any, Any]], ow
             begun.append(this.opening[mailbox])
         elif mailbox.state is not MailboxState.OPEN:
             opened = _OwnedMailbox(mailbox, this)
-            # Not `scope.start`: cancelled just as the mailbox opens, that waits for the opened's end, which does not come.
+            # `scope.start` would hang: cancelled just as the mailbox opens, it waits for the end of a task that goes on.
             scope.start_soon(opened.run, name=f"mailbox {mailbox.name}", stop=opened.stop)
             mailbox.opened_by = this
             this.opening[mailbox] = opened

@@ -18,9 +18,9 @@ _log = Logger("mainspring")
 class Heartbeat:
     """When something last gave a sign of life. A new one counts as just beaten.
 
-    Under a virtual clock it follows that clock, else the system's monotonic clock, so that :meth:`beat` and
-    :meth:`elapsed` may be called from any thread and on any event loop. A thread cannot read a virtual clock: its beat
-    counts, there, from when it is first looked at.
+    It follows the system's monotonic clock. So :meth:`beat` and :meth:`elapsed` may be called from any thread and on any
+    event loop. Under a virtual clock it follows that. Threads cannot read it: a beat from a thread counts there from the first
+    look at it.
     """
 
     __slots__ = ("_callbacks", "_stamp")

@@ -18,10 +18,10 @@ class SharedTask:
     """Runs some functions side by side as long as it has members.
 
     It runs as a task of one member's scope. When that member leaves, a task of another member's scope takes over: it begins
-    once the first one has ended. Nothing else ends it, a cancellation of the scope neither: clean-up of the members under a
-    shield still needs it.
+    once the first one has ended. A cancellation of the scope does not end it: clean-up of the members under a shield still
+    needs it.
 
-    :param functions: each runs until it is cancelled, and may be run again. An error of one ends the scope of the member.
+    :param functions: each runs until it is cancelled, and may be run again. An error of one cancels the member's scope.
     """
 
     def __init__(self, name: str, *functions: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -33,12 +33,12 @@ class SharedTask:
         self._turn = anyio.Lock()
 
     def join(self, scope: DaemonScope) -> None:
-        """Make the owner of a scope a member. A task of it runs in the context of this call."""
+        """Make the owner of a scope a member. A task of its scope runs in the context of this call."""
         self._members[scope] = copy_context()
         self._find_home()
 
     def leave(self, scope: DaemonScope) -> None:
-        """Let that owner be a member no more (idempotent)."""
+        """End the membership of that owner (idempotent)."""
         self._members.pop(scope, None)
         if self._home is scope:
             self._home = None

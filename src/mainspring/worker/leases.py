@@ -112,7 +112,7 @@ class LeaseKeeper:
             self._alarms.start_soon(self._renew, delivery)
 
     def _has_beaten(self, delivery: Delivery, now: float) -> bool:
-        """True if the handler has given a sign of life since the last renewal; that it was started is none of its own.
+        """True if the handler has given a sign of life since the last renewal. Its start does not count as one.
 
         A handler that still waits for a worker cannot give any, and is not stuck.
         """

@@ -173,7 +173,7 @@ class Capacity:
     def free_up(self, slots: int) -> None:
         """Free ``slots``, and hand them to the loops that wait for one, in the order in which they came.
 
-        They are handed over rather than put up: the loop that gives back is the first to ask again.
+        They are handed over, as the loop that frees them would else be the first to ask again.
         """
         self._taken -= slots
         while self._waiting and self._taken < self._slots:
@@ -218,7 +218,7 @@ class ClaimAhead:
         self._begun = 0
         self._since = -math.inf
         self._look = AHEAD
-        self._ran_out = -math.inf  # when there was nothing to claim for the first time since the last claim
+        self._ran_out = -math.inf  # the first instant since the last claim at which there was nothing to claim
         self._waiting = 0  # messages that had not begun after the last claim
 
     def claimed(self, count: int, waiting: int, now: float) -> None:
@@ -272,7 +272,7 @@ class Slots:
     def free(self) -> int:
         """How many messages to claim now; at most as many as one claim may ask for.
 
-        While each slot has a message, what is claimed ahead is claimed anew when half of it has begun.
+        While each slot has a message, more is claimed ahead only when half of what may be in hand has begun.
         """
         most = self._concurrency if self.suspects else self.ahead.most
         taken = len(self.deliveries) - min(self.leaving, most) + self.claiming

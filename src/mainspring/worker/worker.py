@@ -298,7 +298,7 @@ class Worker:
             await capacity.receive(free, self._wait if answers else 0.0, receive.claim, admit)
 
     def _admit(self, messages: list[Message[Any, Any]], asked: float) -> None:
-        """Take in what a claim has found that was made at ``asked``."""
+        """Take in the messages of a claim that was made at ``asked``."""
         now = self._clock()
         self._starved = not messages and self._wait < POLL_PAUSE
         if not messages:
@@ -356,9 +356,9 @@ class Worker:
         self._tasks.start_soon(self._release, self._take_youngest(count), scope, name=f"{self.name} release")
 
     def _release_overdue(self) -> float:
-        """Release what was claimed ahead and could not begin in time, so that another worker has it; when to look again.
+        """Release messages that were claimed ahead and could not begin in time, for other workers. Return when to look again.
 
-        If the event loop stood still, it was a handler that did not wait: the others get the time again.
+        If the event loop stood still, a handler has blocked it: then the messages get the time again.
         """
         if not (self._backlog and self.admission.open):
             return math.inf
