@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import importlib.util
 import json
 import os
 import platform
@@ -19,6 +20,7 @@ import anyio
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
+    from types import ModuleType
 
 HERE = Path(__file__).parent
 PEERS = HERE.parent / ".venv-peers"
@@ -176,6 +178,16 @@ def chosen(names: list[str], known: Iterable[str]) -> list[str]:
     if unknown := set(names) - set(known):
         raise SystemExit(f"there is no {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     return names or list(known)
+
+
+def benchmark(name: str) -> ModuleType:
+    """The benchmark of that name. A driver may have the same one, so it is loaded by its path."""
+    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", HERE / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def peer(name: str, *packages: str) -> Path | None:

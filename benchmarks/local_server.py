@@ -103,6 +103,6 @@ def _wait_for(program: str, port: int) -> None:
     raise SystemExit(f"{program} does not start")
 
 
-def with_name(url: str) -> str:
+def with_name(url: str, name: str = "bench") -> str:
     """The URL of the mailbox that is measured."""
-    return f"{url}{'&' if '?' in url else '?'}name=bench"
+    return f"{url}{'&' if '?' in url else '?'}name={name}"

@@ -6,7 +6,6 @@ sqlite-one-file, redis, postgres and nats; all of them where none is named. The 
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -22,9 +21,9 @@ sys.path.append(sys.path.pop(0))  # beside this file is one with the name of a d
 
 import anyio
 
-from common import HERE, MIB, Row, chosen, missing, on_uvloop, quick, report, words
+from common import MIB, Row, benchmark, chosen, missing, on_uvloop, quick, report, words
 from idle import cpu_seconds, resident
-from local_server import server
+from local_server import server, with_name
 from mainspring import LoopGroup, MainLoop, open_mailbox
 
 if TYPE_CHECKING:
@@ -37,6 +36,9 @@ SECONDS = 5.0 if quick() else 35.0
 """Long enough for each loop to begin a new long poll of 30 s."""
 PATIENCE = 120.0
 """Seconds that a start may take, or an end."""
+NAME = "many-{n}"
+"""The name of mailbox number n."""
+
 # --------------------------------------------------------------------------------------------- in the measured process
 
 
@@ -89,7 +91,7 @@ def connections(port: int | None) -> int:
 
 @contextmanager
 def memory() -> Iterator[str]:
-    yield "memory://many-{n}"
+    yield f"memory://{NAME}"
 
 
 @contextmanager
@@ -101,43 +103,29 @@ def sqlite() -> Iterator[str]:
 @contextmanager
 def sqlite_one_file() -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:
-        yield f"sqlite:///{folder}/all.db?name=many-{{n}}"
+        yield with_name(f"sqlite:///{folder}/all.db", NAME)
 
 
 @contextmanager
 def redis() -> Iterator[str | None]:
-    with server(beside("redis").REDIS) as url:
-        yield url and _named(url)
+    with server(benchmark("redis").REDIS) as url:
+        yield url and with_name(url, NAME)
 
 
 @contextmanager
 def nats() -> Iterator[str | None]:
-    with server(beside("nats").NATS) as url:
-        yield url and _named(url)
+    with server(benchmark("nats").NATS) as url:
+        yield url and with_name(url, NAME)
 
 
 @contextmanager
 def postgres() -> Iterator[str]:
-    there = beside("postgres")
+    there = benchmark("postgres")
     there.renew()
     try:
-        yield _named(urlsplit(there.URL)._replace(path=f"/{there.DATABASE}").geturl())
+        yield with_name(urlsplit(there.URL)._replace(path=f"/{there.DATABASE}").geturl(), NAME)
     finally:
         there.drop()
-
-
-def _named(url: str) -> str:
-    return f"{url}{'&' if '?' in url else '?'}name=many-{{n}}"
-
-
-def beside(name: str) -> Any:
-    """The benchmark ``name``, which may have the name of a driver."""
-    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", HERE / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 KINDS: dict[str, Callable[[], Any]] = {

@@ -7,7 +7,6 @@ The revision is checked out beside, and runs in this interpreter with the packag
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
@@ -19,11 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common import HERE, Row, chosen, median, quick, report, words
+from common import HERE, Row, benchmark, chosen, median, quick, report, words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from types import ModuleType
 
 ROOT = HERE.parent
 ROUNDS = 3 if quick() else 7
@@ -63,16 +61,6 @@ def checked_out(revision: str) -> Iterator[Path]:
             yield tree
         finally:
             subprocess.run([*git, "remove", "--force", str(tree)], check=True)
-
-
-def benchmark(name: str) -> ModuleType:
-    """The benchmark of that store's servers. It may have the name of the store's driver, and is hence loaded by its path."""
-    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", HERE / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @contextmanager

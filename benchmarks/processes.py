@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 sys.path.append(sys.path.pop(0))  # beside this file is one with the name of a driver, which must be found first
 
 from brokers import Comparison, Contender, kill_session
-from common import HERE, beside, chosen, in_turns, microseconds, missing, per_second, quick, report, words
+from common import HERE, benchmark, beside, chosen, in_turns, microseconds, missing, per_second, quick, report, words
 from local_server import server, with_name
-from paired import benchmark
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
