@@ -10,7 +10,11 @@ from mainspring.mailbox.sqlite.mailbox import SQLiteMailbox
 
 pytestmark = pytest.mark.anyio
 
-TO_SECOND = """
+TO_THIRD = """
+ALTER TABLE store DROP COLUMN file_id;
+PRAGMA user_version = 3;
+"""
+TO_SECOND = f"""{TO_THIRD}
 ALTER TABLE store ADD COLUMN tick INTEGER NOT NULL DEFAULT 0;
 UPDATE store SET tick = (SELECT tick FROM mailboxes WHERE id = 0);
 DELETE FROM mailboxes WHERE id = 0;
@@ -43,7 +47,7 @@ def made_of(path: str) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("to_earlier", [TO_FIRST, TO_SECOND], ids=["first", "second"])
+@pytest.mark.parametrize("to_earlier", [TO_FIRST, TO_SECOND, TO_THIRD], ids=["first", "second", "third"])
 async def test_a_file_of_an_earlier_schema_is_migrated_with_all_its_messages(path, to_earlier):
     async with SQLiteMailbox(path) as mailbox:
         ids = [await mailbox.send(f"job {n}", delay=60 if n == 3 else 0) for n in range(4)]

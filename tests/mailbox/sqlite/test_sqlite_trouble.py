@@ -89,7 +89,7 @@ async def test_a_file_in_which_another_process_makes_its_tables_meanwhile(path, 
             fills.append(apsw.Connection(path))
             with contextlib.suppress(apsw.BusyError):  # then nobody can come in between
                 fills[0].execute(f"BEGIN IMMEDIATE; {sql.SCHEMA}")
-                fills[0].execute(sql.START, ("another boot",))
+                fills[0].execute(sql.START, ("another boot", "its id"))
                 fills[0].execute("COMMIT")
             fills[0].close()
         return True
@@ -112,7 +112,7 @@ async def test_a_newer_schema(path, anyio_backend):
         await mailbox.send("keep me")
     connection = apsw.Connection(path)
     connection.execute(f"PRAGMA user_version = {sql.SCHEMA_VERSION + 1}")
-    await refused(path, ConfigError, "was written by a newer Mainspring (schema 4, this one knows 3); upgrade")
+    await refused(path, ConfigError, "was written by a newer Mainspring (schema 5, this one knows 4); upgrade")
     connection.execute(f"PRAGMA user_version = {sql.SCHEMA_VERSION}")
     connection.close()
     async with SQLiteMailbox(path) as mailbox:
@@ -130,6 +130,28 @@ async def test_a_directory_without_write_access(tmp_path, anyio_backend):
         await refused(tmp_path / "mail.db", MailboxConnectionError, "cannot be")
     finally:
         tmp_path.chmod(0o700)
+
+
+async def test_no_descriptor_is_left(path, anyio_backend):
+    async with SQLiteMailbox(path) as mailbox:
+        await mailbox.send("opens the file")
+        with no_descriptors():
+            await refused(
+                f"{path}-other", MailboxConnectionError, "may open no more files: raise its limit (`ulimit -n`)"
+            )
+            await works(mailbox)
+
+
+@contextlib.contextmanager
+def no_descriptors():
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 100, limits[1]))
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        with contextlib.suppress(OSError):
+            while True:
+                stack.callback(os.close, os.dup(0))
+        yield
 
 
 async def test_a_file_that_others_keep_locked(path, anyio_backend):
@@ -516,7 +538,7 @@ async def test_a_mailbox_without_its_row_harms_no_other_mailbox(mailbox, path, a
         await anyio.sleep(0.02)
         await works(other)
         for call in (partial(mailbox.send, "x"), partial(mailbox.send_many, ["x"]), mailbox.counts, mailbox.purge):
-            with pytest.raises(MailboxError, match="was dropped"):
+            with pytest.raises(MailboxError, match=r"^the mailbox was dropped"):
                 await call()
         await works(other)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import os
 import threading
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import apsw
 
-from mainspring.core import clock
+from mainspring.core import clock, random
 from mainspring.errors import ConfigError, MailboxConnectionError, MailboxError, MainspringError
 from mainspring.mailbox.batched import Open
 from mainspring.mailbox.sqlite import schema as sql
@@ -33,6 +34,7 @@ INDEX_BYTES = 32_768
 """Bytes by which the index of the write-ahead log grows."""
 LOG_PAGES = 20_000
 """Pages from which a checkpoint waits for readers, so that the log can start over: it never grows much beyond."""
+FILE_ID_BITS = 128
 
 _TROUBLE: dict[type[Exception], str] = {
     apsw.BusyError: "is locked by another process for longer than {timeout:g} s; try again",
@@ -69,6 +71,18 @@ class Seen:
         return min(self.until, boot + self.date - wall)
 
 
+Inode = tuple[int, int]
+"""The device and the number of a file on it, which another file can have once this one is deleted and closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileIdentity:
+    """What makes a mailbox file the one that was opened."""
+
+    inode: Inode | None
+    file_id: str
+
+
 class DatabaseFile:
     """A mailbox file and this process's one connection to it. One thread at a time uses it.
 
@@ -84,7 +98,9 @@ class DatabaseFile:
         self._waited_since = 0.0
         self._pause = threading.Event()
         self._log_pages = 0
-        self._identity: tuple[int, int] | None = None  # device and inode, from the first opening until the last leaves
+        self._identity: FileIdentity | None = None  # from the first opening until the last leaves
+        self._log: Inode | None = None  # that of the connection
+        self._tick = 0  # the last one that this process has committed
         self._rested = False
         self._seen: Seen | None = None
 
@@ -96,14 +112,15 @@ class DatabaseFile:
     def run(self, commands: Sequence[Command], boot: Callable[[], float], wall: float) -> UnitOfWork | None:
         """Do all commands in one transaction and set their results and errors. Return None if nothing was committed."""
         try:
-            self._check_identity()
             connection = self._connection or self._open()
             try:
-                return self._commit(connection, commands, boot, wall, perform)
+                work = self._commit(connection, commands, boot, wall, perform)
             except tuple(_TROUBLE):
                 raise
             except Exception:  # it is found out below whose it is
-                return self._commit(connection, commands, boot, wall, _one_by_one)
+                work = self._commit(connection, commands, boot, wall, _one_by_one)
+            self._check_place()
+            return work
         except Exception as error:  # the thread must outlive it, and the callers must hear of it
             self._after_trouble(error)
             self.fail(commands, error)
@@ -119,8 +136,8 @@ class DatabaseFile:
     def inspect(self, waited_on: Sequence[int]) -> Seen | None:
         """See what there is for the mailboxes ``waited_on``. Return None if that fails; the next :meth:`run` tells why."""
         try:
-            self._check_identity()
             connection = self._connection or self._open()
+            self._check_place()
             alone = self._state() is not None and self._lock_out_writers(connection)
             try:
                 self._seen = Seen(self._state() if alone else None, *inspect(connection, waited_on))
@@ -193,6 +210,7 @@ class DatabaseFile:
         self.close()
         self._rested = False
         self._identity = self._seen = None
+        self._tick = 0
 
     # -------------------------------------------------------------------------------------------------- transactions
 
@@ -220,6 +238,7 @@ class DatabaseFile:
             if not durable:
                 connection.execute(f"PRAGMA synchronous = {self.synchronous}")
         self.transactions += 1
+        self._tick = work.tick
         return work
 
     def _after_trouble(self, error: Exception) -> None:
@@ -230,16 +249,21 @@ class DatabaseFile:
     def _explain(self, error: Exception) -> Exception:
         if isinstance(error, MainspringError):
             return error
-        for kind in _TROUBLE:
+        for kind, what in _TROUBLE.items():
             if isinstance(error, kind):
-                full = kind is apsw.IOError and self._is_disk_full()
-                what = _TROUBLE[apsw.FullError if full else kind].format(
-                    error=str(error).strip(), timeout=self.busy_timeout
-                )
-                return MailboxConnectionError(f"the mailbox file {self.path} {what}")
+                told = (self._cause(kind) or what).format(error=str(error).strip(), timeout=self.busy_timeout)
+                return MailboxConnectionError(f"the mailbox file {self.path} {told}")
         if isinstance(error, OSError):
             return MailboxConnectionError(f"the mailbox file {self.path} cannot be read or written: {error}")
         return MailboxError(f"the mailbox file {self.path} could not be used: {type(error).__name__}: {error}")
+
+    def _cause(self, kind: type[Exception]) -> str | None:
+        """Return what is wrong where SQLite does not tell, and the system does."""
+        if kind is apsw.IOError and self._is_disk_full():
+            return _TROUBLE[apsw.FullError]
+        if kind is apsw.CantOpenError and _is_out_of_descriptors():
+            return "cannot be opened: this process may open no more files: raise its limit (`ulimit -n`)"
+        return None
 
     def _is_disk_full(self) -> bool:
         """Return True if nothing can be added: SQLite tells of that by an I/O error where it is the log's index that grows."""
@@ -259,26 +283,16 @@ class DatabaseFile:
         state = (file.st_dev, file.st_ino, log.st_ino, log.st_size, log.st_mtime_ns)
         return state if has_settled(log.st_mtime_ns) else None
 
-    def _check_identity(self) -> None:
-        """Refuse to go on where the file is not the one that was opened.
+    def _check_place(self) -> None:
+        """Open the file anew if its path or that of its log names another one by now; raises where it is not the same file.
 
-        SQLite would work on in a file that no other process can see. A new one in its place knows nothing of the mailboxes that
-        are open here, nor of their leases, so that they cannot be moved over to it.
+        SQLite would work on in files that no other process can see. This is asked after each transaction: before it, a file
+        could still be replaced until the commit. A log that was deleted goes to the file as its last connection closes.
         """
-        if self._identity is None:
-            return
-        try:
-            found: tuple[int, int] | None = _identity(self.path)
-        except FileNotFoundError:
-            found = None
-        except OSError:  # whatever it is, SQLite will tell
-            return
-        if found != self._identity:
-            what = "deleted" if found is None else "replaced by another one"
-            raise MailboxError(
-                f"the mailbox file {self.path} was {what} while this process had it open; put it back if it is needed, and"
-                " start its users again"
-            )
+        identity = self._identity
+        if identity is None or (_inode(self.path), _inode(f"{self.path}-wal")) != (identity.inode, self._log):
+            self.close()
+            self._open()
 
     # ------------------------------------------------------------------------------------------------------- opening
 
@@ -300,21 +314,45 @@ class DatabaseFile:
         directory = os.path.dirname(self.path)
         if not os.path.isdir(directory):
             raise ConfigError(f"the mailbox file {self.path} has no directory: make {directory} first")
-        if not any(os.path.exists(f"{self.path}{suffix}") for suffix in ("", "-wal", "-journal")):
+        identity = self._identity
+        if identity is None and not any(os.path.exists(f"{self.path}{suffix}") for suffix in ("", "-wal", "-journal")):
             _make(self.path)
-        with self._connected(apsw.SQLITE_OPEN_READWRITE | apsw.SQLITE_OPEN_CREATE) as connection:
+        inode = _inode(self.path)  # before it is connected: one that takes its place from now on is another one
+        if identity is not None and inode != identity.inode:
+            raise self._not_there("deleted" if inode is None else "replaced by another one")
+        create = 0 if identity else apsw.SQLITE_OPEN_CREATE
+        with self._connected(apsw.SQLITE_OPEN_READWRITE | create) as connection:
             version = self._check(connection)
+            if identity is not None:
+                self._check_content(connection, version, identity)
             connection.execute("PRAGMA journal_mode = WAL").fetchall()
             connection.execute(f"PRAGMA synchronous = {self.synchronous}")
             connection.execute("PRAGMA mmap_size = 0").fetchall()
             connection.execute("PRAGMA cache_size = -16384")
             connection.set_wal_hook(self._committed)
             self._prepare(connection, version)
+            ((file_id,),) = connection.execute(sql.FILE_ID).fetchall()
         self._connection = connection
+        self._identity = FileIdentity(inode or _inode(self.path), str(file_id))
+        self._log = _inode(f"{self.path}-wal")
         self._rested = False
-        if self._identity is None:
-            self._identity = _identity(self.path)
         return connection
+
+    def _check_content(self, connection: apsw.Connection, version: int, identity: FileIdentity) -> None:
+        """Refuse what has the inode of the file that was opened, as one made after that was deleted can have.
+
+        Another file knows nothing of the mailboxes that are open here. An earlier copy gives out numbers of leases once more.
+        """
+        if version != sql.SCHEMA_VERSION or connection.execute(sql.FILE_ID).fetchall() != [(identity.file_id,)]:
+            raise self._not_there("replaced by another one")
+        if any(tick < self._tick for (tick,) in connection.execute(sql.TICK)):
+            raise self._not_there("replaced by an earlier copy, or its log deleted,")
+
+    def _not_there(self, what: str) -> MailboxError:
+        return MailboxError(
+            f"the mailbox file {self.path} was {what} while this process had it open; put it back if it is needed, and"
+            " start its users again"
+        )
 
     @contextlib.contextmanager
     def _connected(self, flags: int) -> Iterator[apsw.Connection]:
@@ -363,7 +401,7 @@ class DatabaseFile:
             version = self._check(connection)
             if not version:
                 connection.execute(sql.SCHEMA)
-                connection.execute(sql.START, (boot,))
+                connection.execute(sql.START, (boot, random.token(FILE_ID_BITS)))
                 version = sql.SCHEMA_VERSION
             for old in range(version, sql.SCHEMA_VERSION):
                 connection.execute(sql.MIGRATIONS[old])
@@ -388,9 +426,21 @@ class DatabaseFile:
         return apsw.SQLITE_OK
 
 
-def _identity(path: str) -> tuple[int, int]:
-    found = os.stat(path)
+def _inode(path: str) -> Inode | None:
+    """Return device and inode of a file, None if there is none."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return None
     return found.st_dev, found.st_ino
+
+
+def _is_out_of_descriptors() -> bool:
+    try:
+        os.close(os.open("/", os.O_RDONLY | os.O_CLOEXEC))
+    except OSError as error:
+        return error.errno in {errno.EMFILE, errno.ENFILE}
+    return False
 
 
 def _close(connection: apsw.Connection) -> None:
@@ -413,7 +463,7 @@ def _make(path: str) -> None:
         folder = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             with open(os.open(".", os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC, 0o644, dir_fd=folder), "wb") as file:
-                file.write(_new_file(clock.boot_id()))
+                file.write(_new_file(clock.boot_id()).replace(_NO_ID, random.token(FILE_ID_BITS).encode()))
                 file.flush()
                 os.fsync(file.fileno())
                 here = f"/proc/self/fd/{file.fileno()}"
@@ -424,12 +474,18 @@ def _make(path: str) -> None:
             os.close(folder)
 
 
+_NO_ID = b"?" * (FILE_ID_BITS // 4)
+
+
 @lru_cache(maxsize=1)
 def _new_file(boot: str) -> bytes:
-    """Return what is in a mailbox file that was just made. To have SQLite make each would take several waits for the disk."""
+    """Return what is in a mailbox file that was just made, but for its id.
+
+    To have SQLite make each would take several waits for the disk.
+    """
     with contextlib.closing(apsw.Connection(":memory:")) as connection:
         connection.execute(sql.SCHEMA)
-        connection.execute(sql.START, (boot,))
+        connection.execute(sql.START, (boot, _NO_ID.decode()))
         content = bytearray(connection.serialize("main"))
     content[18:20] = b"\2\2"  # of the header: it has a write-ahead log
     return bytes(content)
@@ -456,8 +512,10 @@ def _one_by_one(connection: apsw.Connection, commands: Sequence[Command], boot: 
             raise
         except Exception as error:  # whatever it is, it is this command's
             connection.execute("ROLLBACK TO one")
-            command.error = MailboxError(f"the store cannot do this: {type(error).__name__}: {error}")
-            command.error.__cause__ = error
+            command.error = error
+            if not isinstance(error, MainspringError):
+                command.error = MailboxError(f"the store cannot do this: {type(error).__name__}: {error}")
+                command.error.__cause__ = error
         else:
             whole.add(work)
         connection.execute("RELEASE one")

@@ -15,12 +15,13 @@ because they outlast a restart of the machine.
 from __future__ import annotations
 
 APPLICATION_ID = 0x4D53_5047  # "MSPG"
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 SCHEMA = f"""
 CREATE TABLE store (
     one INTEGER PRIMARY KEY CHECK (one = 1),
-    boot_id TEXT NOT NULL
+    boot_id TEXT NOT NULL,
+    file_id TEXT                    -- random: no other file has it, unless it is a copy
 ) STRICT;
 
 CREATE TABLE mailboxes (
@@ -130,11 +131,16 @@ ALTER TABLE mailboxes ADD COLUMN tick INTEGER;
 INSERT INTO mailboxes (id, name, tick) SELECT 0, '', tick FROM store;
 ALTER TABLE store DROP COLUMN tick;
 """,
+    3: """
+ALTER TABLE store ADD COLUMN file_id TEXT;
+UPDATE store SET file_id = lower(hex(randomblob(16)));
+""",
 }
 """What makes a file of the version that is the key one of the next version."""
 SET_VERSION = "PRAGMA user_version = {}"
 
-START = "INSERT INTO store VALUES (1, ?)"
+START = "INSERT INTO store VALUES (1, ?, ?)"
+FILE_ID = "SELECT file_id FROM store WHERE one = 1"
 BOOT = "SELECT boot_id FROM store"
 NEW_BOOT = "UPDATE store SET boot_id = ?"
 VOID_LEASES = "UPDATE leases SET until = -1"
@@ -143,6 +149,7 @@ VOID_LEASES = "UPDATE leases SET until = -1"
 
 HEAD = """SELECT tick, (SELECT min(until) FROM leases), (SELECT min(due) FROM delayed),
     (SELECT min(expires_at) FROM expiring) FROM mailboxes WHERE id = 0"""
+TICK = "SELECT tick FROM mailboxes WHERE id = 0"
 SET_TICK = "UPDATE mailboxes SET tick = ? WHERE id = 0"
 ADD_MAILBOX = "INSERT INTO mailboxes (id, name) SELECT max(?, coalesce(max(id), 0)) + 1, ? FROM mailboxes"
 LAST_MAILBOX = "SELECT max(id) FROM mailboxes"

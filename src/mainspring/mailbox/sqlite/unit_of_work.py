@@ -182,6 +182,7 @@ class UnitOfWork:
         self.cancelled += other.cancelled
         self.soonest = min(self.soonest, other.soonest)
         self.dated = self.dated or other.dated
+        self.tick = other.tick
 
 
 AT_ONCE = 1_000
