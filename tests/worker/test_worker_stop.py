@@ -285,11 +285,13 @@ class Stubborn:
 
     def __init__(self, way_on) -> None:
         self.caught = 0
+        self.begun = anyio.Event()
         self.ended = False
         self._way_on = way_on
 
     async def __call__(self, job: int) -> None:
         give_up = float("inf")
+        self.begun.set()
         while anyio.current_time() < give_up and self.caught < 5_000:
             try:
                 await self._way_on()
@@ -329,7 +331,7 @@ async def test_a_handler_that_swallows_its_cancellation_is_cancelled_again_ever_
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(loop.run)
             await loop.mailbox.send(1)
-            await anyio.sleep(0.02)
+            await handler.begun.wait()
             if by == "a shutdown":
                 await loop.shutdown(timeout=0)
             elif by == "its timeout":
