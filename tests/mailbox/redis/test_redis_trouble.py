@@ -274,6 +274,24 @@ async def test_whether_there_is_a_mailbox_is_not_known_from_a_server_that_is_sil
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("last", [b"INFO", b"FCALL", b"SSUBSCRIBE"])
+async def test_an_opening_has_one_timeout_wherever_the_server_falls_silent(here, line, last, anyio_backend):
+    """It makes several calls over two connections, and raises what a call raises."""
+
+    def on_command(passage, command) -> None:
+        line.silent = line.silent or command[0] == last
+
+    line.on_command = on_command
+    with (
+        anyio.fail_after(0.9),
+        pytest.raises(MailboxConnectionError, match=r"^the Redis server at \S+ did not answer within 0\.5 s$"),
+    ):
+        await line.mailbox(timeout=0.5).__aenter__()
+    line.silent = False
+    await soon(lambda: line.names() == [])
+
+
+@pytest.mark.slow
 @pytest.mark.loops("asyncio")
 async def test_more_than_one_call_may_take_is_the_callers_mistake(here, anyio_backend):
     async with here.mailbox() as mailbox:

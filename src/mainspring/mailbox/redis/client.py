@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
@@ -281,29 +280,28 @@ class Client:
             self.on_connect(channel.host)
         return channel
 
+    async def within_timeout(self, act: Callable[[], Awaitable[None]]) -> None:
+        """Await ``act()``, which uses this connection. Raise as :meth:`call` does, also if it has not ended in time."""
+        try:
+            with anyio.fail_after(self._timeout):
+                await act()
+        except LOST as error:
+            raise await self._failure(error) from error
+
     async def ask(self, what: Callable[..., Awaitable[None]], *arguments: object) -> None:
         """Await ``what(channel, *arguments)`` with this connection; only while no other call is out.
 
-        Return also if the server does not answer or the connection is lost: the next call connects anew.
+        Return also if the connection is lost: the next call connects anew.
         """
-        done = False
-        with anyio.move_on_after(self._timeout), suppress(*LOST):
+        try:
             await what(await self.connect(), *arguments)
-            done = True
-        if not done:
+        except LOST:
             await self._retire()
 
     async def suspect(self) -> None:
         """Retire the connection, as the server seems to be gone; a call that is out finds out by itself."""
         if not (self._busy or self.out is not None):
             await self._retire()
-
-    async def reach(self) -> None:
-        """Connect, if there is no connection. Raise as :meth:`call` does."""
-        try:
-            await self._connect_by(self._now() + self._timeout)
-        except LOST as error:
-            raise await self._failure(error) from error
 
     async def leave(self) -> None:
         """Leave the connection until the next call; a call that is out is lost."""

@@ -80,7 +80,7 @@ class RedisMailbox(Mailbox[T, R]):
     :param reply: the type of the replies.
     :param capacity: how many messages may wait (delayed, pending, in flight) before a send through this object raises
         :class:`MailboxFullError`; None: as many as the server's memory holds.
-    :param timeout: seconds that a call may take, connecting included, before :class:`MailboxConnectionError`.
+    :param timeout: seconds that a call, connecting included, or the opening may take before :class:`MailboxConnectionError`.
     :param silence: seconds after which a connection on which the server answers nothing is replaced, and an idle one is
         pinged before a call.
     :param fallback_interval: seconds after which a waiting receive claims by itself, in case that a notification was lost.
@@ -157,8 +157,7 @@ class RedisBackend(BatchedBackend):
 
     async def open(self, scope: DaemonScope) -> None:
         from mainspring.mailbox.redis.client import Client, OtherNodes
-        from mainspring.mailbox.redis.shared_server import SharedServer
-        from mainspring.mailbox.redis.topology import Topology, check
+        from mainspring.mailbox.redis.topology import Topology
 
         if virtual_clock() is not None:  # which would jump past each deadline while the server is asked
             raise ConfigError(
@@ -170,22 +169,28 @@ class RedisBackend(BatchedBackend):
         client.on_silence = self.fail_claims
         self._other_nodes: OtherNodes = OtherNodes(self._topology, self.timeout)
         try:
-            await client.reach()
-            await client.ask(check, self.name, self._server.address, self._options.allow_eviction)
-            self._shared = SharedServer.of(self._topology)
-            self._prepare(client)
-            self._shared.task.join(scope)
-            try:
-                await self._make_known()
-                await self._shared.listener.add(self._subscription)
-            except BaseException:
-                self._end_alarms()
-                self._shared.task.leave(scope)
-                raise
+            await client.within_timeout(partial(self._open, client))
         except BaseException:
             await client.close()
             raise
         scope.start_soon(self._batcher.run, name=f"mailbox {self.name} batches", stop=self._batcher.stop)
+
+    async def _open(self, client: Client) -> None:
+        from mainspring.mailbox.redis.shared_server import SharedServer
+        from mainspring.mailbox.redis.topology import check
+
+        await client.connect()
+        await client.ask(check, self.name, self._server.address, self._options.allow_eviction)
+        self._shared = SharedServer.of(self._topology)
+        self._prepare(client)
+        self._shared.task.join(self._scope)
+        try:
+            await self._make_known()
+            await self._shared.listener.add(self._subscription)
+        except BaseException:
+            self._end_alarms()
+            self._shared.task.leave(self._scope)
+            raise
 
     def _prepare(self, client: Client) -> None:
         from mainspring.mailbox.redis.client import Batches
