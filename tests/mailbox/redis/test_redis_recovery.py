@@ -108,7 +108,7 @@ def test_the_library_is_read_by_these_tests():
     assert {"HSET", "ZADD", "ZREMRANGEBYRANK", "ZMSCORE", "SPUBLISH", "TIME", "TYPE"} <= set(COMMANDS)
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "FCALL", "FUNCTION|LOAD"])
+@pytest.mark.parametrize("command", [*COMMANDS, "FCALL", "FUNCTION|LOAD", "SSUBSCRIBE"])
 async def test_a_user_without_a_command_is_refused_at_opening(user, command):
     user.here.call("FUNCTION", "FLUSH")
     user.revoke(command)

@@ -34,6 +34,7 @@ from mainspring.mailbox.redis.connection import (
     Channel,
     ServerError,
     explain,
+    is_refusal,
     pack,
 )
 from mainspring.mailbox.redis.topology import TO_LISTEN
@@ -42,8 +43,6 @@ from mainspring.runtime.retry import Retries
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from anyio.abc import TaskGroup
 
     from mainspring.mailbox.batched import Command
     from mainspring.mailbox.message import ClaimedMessage
@@ -253,12 +252,17 @@ class Subscription:
 class Listener:
     """Reads what the library publishes for the mailboxes of one connection. It reconnects by itself.
 
-    A server that has said nothing for its ``silence`` is taken to be gone. ``watch`` pings a server that has been silent; it
-    runs as long as :meth:`run` does.
+    ``renewal`` subscribes the mailboxes again that have no subscription any more: all of them after a lost connection, one
+    that was refused, one whose channels another program has used. It tries until all stand. Subscriptions that stand are not
+    disturbed.
+
+    A server that has said nothing for its ``silence`` is taken to be gone. ``watch`` pings a server that has been silent. Both
+    run as long as :meth:`run` does.
     """
 
     def __init__(self, topology: Topology) -> None:
         self.watch = Periodic(self._watch)
+        self.renewal = Periodic(self._renew)
         self._topology = topology
         self._timeout = topology.server.timeout
         self._silence = topology.server.silence
@@ -269,23 +273,26 @@ class Listener:
         self._connected_at = -math.inf
         self._silent = False  # the connection was left as the server was silent
         self._retries = Retries(initial=RECONNECT_INITIAL, maximum=RECONNECT_MAXIMUM)
+        self._refusals = Retries(initial=RECONNECT_INITIAL, maximum=RECONNECT_MAXIMUM)
         self._next_try = -math.inf
         self._turn = anyio.Lock()
         self._added = anyio.Event()
         self._scope = anyio.CancelScope()
 
     async def add(self, subscription: Subscription) -> None:
-        """Listen for a mailbox, from now on until :meth:`remove`.
+        """Listen for a mailbox, from now on until :meth:`remove`. The caller sees to a deadline.
 
+        :raises ServerError: the user may not subscribe to its channels.
         :raises MailboxConnectionError: that cannot be done now, and is not done later.
         """
         self._subscriptions[subscription] = None
         subscription.client.on_connect = self._follow
         try:
-            with anyio.fail_after(self._timeout):
-                async with self._turn:
-                    channel = self._channel or await self._connect()
-                await self._subscribe(channel, [subscription])
+            async with self._turn:
+                channel = self._channel or await self._connect()
+            refused = await self._subscribe(channel, [subscription])
+            if subscription in refused:
+                raise refused[subscription]
         except BaseException as error:
             await self.remove(subscription)
             if isinstance(error, LOST):
@@ -307,18 +314,17 @@ class Listener:
     async def run(self) -> None:
         """Listen until cancelled, as soon as there is a subscription."""
         try:
-            async with anyio.create_task_group() as tasks:
-                while True:
-                    if self._subscriptions:
-                        await self._listen_once(tasks)
-                    else:
-                        self._added = anyio.Event()
-                        await self._added.wait()
+            while True:
+                if self._subscriptions:
+                    await self._listen_once()
+                else:
+                    self._added = anyio.Event()
+                    await self._added.wait()
         finally:
             if not self._subscriptions:
                 await self._close()
 
-    async def _listen_once(self, tasks: TaskGroup) -> None:
+    async def _listen_once(self) -> None:
         """Listen until the connection is lost, or could not be made, or the last mailbox has closed it."""
         self._scope = anyio.CancelScope()
         channel: Channel | None = None
@@ -330,10 +336,10 @@ class Listener:
             with anyio.fail_after(self._timeout):
                 async with self._turn:
                     channel = self._channel or await self._connect()
-                await self._subscribe(channel, [one for one in self._subscriptions if one.was_live and not one.live])
             self.watch.wake_by(channel.shared.last_read_at + PING_SHARE * self._silence)
+            self.renewal.wake_by(self._now())
             with self._scope:
-                await self._listen(channel, tasks)
+                await self._listen(channel)
             raise MailboxConnectionError("the Redis server has fallen silent, or calls go to another one")
         except (*LOST, MainspringError):
             if channel is self._channel:
@@ -363,35 +369,55 @@ class Listener:
         channel, self._channel = self._channel, None
         self._by_channel.clear()
         if channel is not None:
-            channel.shared.subscriber = None
-            await channel.close()
+            await channel.shared.disconnect()  # also those that are about to subscribe
 
-    async def _subscribe(self, listening: Channel, subscriptions: list[Subscription]) -> None:
-        """Subscribe each of them under a new name, all together.
+    async def _renew(self, _: float) -> float:
+        """Subscribe all again that have had a subscription and have none; those that are refused once more, later."""
+        channel, wanted = self._channel, [one for one in self._subscriptions if one.was_live and not one.live]
+        if channel is None or not wanted:
+            return math.inf
+        try:
+            with anyio.fail_after(self._timeout):
+                refused = await self._subscribe(channel, wanted)
+        except (*LOST, ServerError):
+            if channel is self._channel:
+                self._leave_it()
+            return math.inf  # the next connection is for all
+        if refused:
+            return self._now() + self._refusals.failed()
+        self._refusals.succeeded()
+        return math.inf
 
-        :raises ServerError: the user may not. It is the error of the subscription that is refused; the others stand.
+    async def _subscribe(
+        self, listening: Channel, subscriptions: list[Subscription]
+    ) -> dict[Subscription, ServerError]:
+        """Subscribe each of them under a new name, all together. Return those which the user may not have; the others stand.
+
+        :raises ServerError: another error, which concerns all of them.
         """
-        refused: ServerError | None = None
+        refused: dict[Subscription, ServerError] = {}
+        asked: list[tuple[Subscription, tuple[bytes, ...]]] = []
         channel = Channel(listening.shared)
         try:
             for subscription in subscriptions:
-                for name in subscription.begin():  # one by one: a cluster takes channels of one slot only
+                await self._unsubscribe(subscription)  # the half of it that an earlier try has left
+                names = subscription.begin()
+                asked.append((subscription, names))
+                for name in names:  # one by one: a cluster takes channels of one slot only
                     self._by_channel.setdefault(name, []).append(subscription)
                     await channel.send(pack(("SSUBSCRIBE", name)))
-            for subscription in subscriptions:
-                failed: ServerError | None = None
-                for _ in subscription.channels:
-                    try:
-                        await channel.next(channel.replies)
-                    except ServerError as error:
-                        failed = refused = error
-                if failed is None:
+            for subscription, names in asked:
+                refusal = await _refusal(channel, names)
+                if refusal is not None:
+                    refused[subscription] = refusal
+                elif subscription.channels == names:  # else it was removed meanwhile
                     await self._meet(subscription, channel.host)
+                    if self._channel is not listening:
+                        raise anyio.ClosedResourceError
                     subscription.begun()
         finally:
             await channel.close()
-        if refused is not None:
-            raise refused
+        return refused
 
     async def _unsubscribe(self, subscription: Subscription) -> None:
         names, subscription.channels = subscription.channels, ()
@@ -405,14 +431,6 @@ class Listener:
             if self._channel is not None:
                 with suppress(*LOST):
                     await self._channel.shared.write("SUNSUBSCRIBE", pack(("SUNSUBSCRIBE", name)))
-
-    async def _renew(self, subscription: Subscription) -> None:
-        """Subscribe under a new name, as the old one is not to be trusted."""
-        await self._unsubscribe(subscription)
-        await anyio.sleep(RECONNECT_MAXIMUM)
-        if self._channel is not None and subscription in self._subscriptions and not subscription.live:
-            with suppress(*LOST, ServerError):  # the connection is lost, and all are subscribed anew
-                await self._subscribe(self._channel, [subscription])
 
     async def _meet(self, subscription: Subscription, host: Host) -> None:
         """Let calls and this connection meet at one server: after a failover one of them may have found the new one first."""
@@ -431,19 +449,20 @@ class Listener:
             self._channel.shared.retire(pause=False)
         self._scope.cancel()
 
-    async def _listen(self, channel: Channel, tasks: TaskGroup) -> None:
+    async def _listen(self, channel: Channel) -> None:
         by_channel, next_message, messages = self._by_channel, channel.next, channel.messages
         while True:
             message: Any = await next_message(messages)
             if message[0] == b"sunsubscribe":
                 channel.shared.retire(pause=False)
                 raise MailboxConnectionError("the mailbox has moved to another node")
-            for subscription in by_channel.get(message[1], ()):
+            for subscription in tuple(by_channel.get(message[1], ())):
                 try:
                     subscription.handle(message[2])
-                except MailboxConnectionError:
+                except MailboxConnectionError:  # what else has come on these channels is not to be trusted
                     subscription.end()
-                    tasks.start_soon(self._renew, subscription)
+                    await self._unsubscribe(subscription)
+                    self.renewal.wake_by(self._now() + RECONNECT_MAXIMUM)
 
     async def _watch(self, overslept: float) -> float:
         channel, now = self._channel, self._now()
@@ -462,3 +481,16 @@ class Listener:
         with suppress(*LOST):  # reading tells what is wrong with the connection
             await channel.ping(now)
         return now + patience
+
+
+async def _refusal(channel: Channel, names: tuple[bytes, ...]) -> ServerError | None:
+    """Read the answers to a subscription. Return the error if the user may not have it; raise any other."""
+    refusal: ServerError | None = None
+    for _ in names:
+        try:
+            await channel.next(channel.replies)
+        except ServerError as error:
+            if not is_refusal(error):
+                raise
+            refusal = error
+    return refusal

@@ -34,8 +34,9 @@ class SharedServer:
     def __init__(self, topology: Topology) -> None:
         self.listener = Listener(topology)
         self.sweeper = Sweeper(topology)
+        listener = self.listener
         self.task = SharedTask(
-            "mailboxes of a Redis server", self.listener.run, self.listener.watch.run, self.sweeper.run
+            "mailboxes of a Redis server", listener.run, listener.watch.run, listener.renewal.run, self.sweeper.run
         )
 
     @classmethod

@@ -41,8 +41,10 @@ local function obstacles(box)
     found[#found + 1] = 'may not use TIME'
   end
   local channel = channel_of(box, 'all')
-  if not redis.acl_check_cmd('SPUBLISH', channel, '') then
-    found[#found + 1] = 'may not use SPUBLISH on ' .. channel
+  for command, more in pairs({ SPUBLISH = { '' }, SSUBSCRIBE = {} }) do
+    if not redis.acl_check_cmd(command, channel, unpack(more)) then
+      found[#found + 1] = 'may not use ' .. command .. ' on ' .. channel
+    end
   end
   return found
 end
