@@ -160,6 +160,32 @@ async def test_what_was_taken_back_and_comes_late_is_not_taken(here, line, waiti
         assert await sender.counts() == Counts(in_flight=1, settled=1)
 
 
+async def test_what_may_have_been_taken_back_is_not_taken(here, line, waiting):
+    """Its lease is another process's, but the answer that says so is on its way still, as it is heard of."""
+    async with line.mailbox() as mailbox, here.mailbox() as sender:
+        scope = anyio.CancelScope()
+        await waiting.start(mailbox, scope=scope)
+        line.news.hold()
+        await sender.send("x")
+        await line.news.arrived()
+        line.answers.hold()
+        scope.cancel()
+        await line.answers.arrived()
+        (held,) = await sender.receive()
+        heard = line.news.passed
+        waiting.begin(mailbox)
+        line.news.let_go()
+        await soon(lambda: line.news.passed > heard)
+        await anyio.sleep(0.02)  # by then it has come
+        line.answers.let_go()
+        await soon(lambda: mailbox.statistics().waiting_receives or waiting.got)
+        assert waiting.messages == []
+        await sender.send("y")
+        await waiting.until(1)
+        await held.acknowledge()
+        assert await sender.counts() == Counts(in_flight=1, settled=1)
+
+
 async def test_a_large_one_is_asked_for(here, waiting):
     """A server cuts listeners off that it owes too much."""
     async with here.mailbox() as mailbox, here.mailbox() as sender:

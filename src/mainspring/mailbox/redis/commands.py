@@ -282,15 +282,16 @@ class Leave(Command):
     """Remove ``waiters`` from the list, and undo the claims that were sent to listener ``name`` after ``last_claim``.
 
     ``last_claim`` is when the last message was claimed that came there; ``left`` is called with that of the last undone one.
-    ``for_good``: nothing listens there any more.
+    ``for_good``: nothing listens there any more. ``count``: how many of them were joined to it, itself included.
     """
 
     droppable: ClassVar[bool] = True
     name: str
     last_claim: int
     waiters: list[str]
-    left: Callable[[str, int], None]
+    left: Callable[[Leave, int], None]
     for_good: bool
+    count: int = 1
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -324,6 +325,7 @@ def joined(retried: list[Command]) -> list[Command]:
                 sorted({*one.waiters, *command.waiters}),
                 one.left,
                 one.for_good or command.for_good,
+                one.count + command.count,
             )
     if removed:
         others.append(RemoveWaiters(removed))
@@ -514,7 +516,7 @@ def recovery_of(interval: float | None) -> int:
 
 
 def _take_left(command: Leave, result: Any) -> None:
-    command.left(command.name, result)
+    command.left(command, result)
 
 
 # ------------------------------------------------------------------------------------------------------------- the table
@@ -639,8 +641,9 @@ class FunctionCall:
             for command in self.groups[failures[at]]:
                 command.error = MailboxConnectionError(f"the Redis server says: {text}")
                 self.failed.append(command)
-        for group, result in zip(self.groups, results, strict=False):
-            if not failures or group[0].error is None:
+        failed = failures[::2]
+        for number, (group, result) in enumerate(zip(self.groups, results, strict=False)):
+            if number not in failed:
                 OPERATIONS[type(group[0])].take(self, group, result)
             for command in group:
                 command.done = True

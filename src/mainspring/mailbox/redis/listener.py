@@ -9,8 +9,9 @@ One listener reads these channels for all mailboxes of the process, each of whic
 subscription has a new name. So the library can tell what was sent to a lost one, and undo these claims once that name is off
 the list.
 
-Every message that is sent here goes to exactly one claim that is not closed or cancelled, or its own claim is undone. A claim
-that was woken and cannot look wakes the next one, here or in another process.
+Every message that is sent here goes to exactly one claim that is not closed or cancelled, or its own claim is undone. What
+comes before it is known which claims were undone is not taken, as another process may have it. A claim that was woken and
+cannot look wakes the next one, here or in another process.
 """
 
 from __future__ import annotations
@@ -108,8 +109,8 @@ class ListenerEvents(NamedTuple):
     """With the seconds until something is due."""
     cancelled: Callable[[list[str]], None]
     """With ids of messages that were cancelled."""
-    claimed: Callable[[int, list[bytes]], None]
-    """With a message that was claimed for a receive here, and when."""
+    claimed: Callable[[int, list[bytes], bool], None]
+    """With a message that was claimed for a receive here, when, and True if that claim may have been undone."""
     leave: Callable[[Command], None]
     """With an operation that takes this process off the list of waiters."""
     lost: Callable[[bool], None]
@@ -142,10 +143,11 @@ class Subscription:
         self._was_written = False  # since the connection was made
         self._last_claim = 0  # of the messages that came on this connection
         self._last_undone = 0  # of the claims that were undone before the message came
+        self._leaving = 0  # the times it has left the list by this name and has not heard what was undone
 
     def begin(self) -> tuple[bytes, ...]:
         """Take a new name. Return the channels to subscribe to."""
-        self._name, self._last_claim, self._last_undone = random.token(96), 0, 0
+        self._name, self._last_claim, self._last_undone, self._leaving = random.token(96), 0, 0, 0
         self.channels = (self.base + b"all", self.base + self._name.encode())
         return self.channels
 
@@ -193,6 +195,7 @@ class Subscription:
         """
         if self.listed or (for_good and self._was_written):
             names = self._written if for_good else self.listed
+            self._leaving += 1
             self._events.leave(Leave(self._name, self._last_claim, sorted(names), self._note_undone, for_good=for_good))
             self.listed.clear()
             if for_good:
@@ -217,8 +220,9 @@ class Subscription:
         self._unwanted = set()
         return True
 
-    def _note_undone(self, name: str, when: int) -> None:
-        if name == self._name:
+    def _note_undone(self, leave: Leave, when: int) -> None:
+        if leave.name == self._name:
+            self._leaving -= leave.count
             self._last_undone = max(self._last_undone, when)
 
     def handle(self, published: bytes) -> None:
@@ -238,7 +242,7 @@ class Subscription:
             claim = claimed_at(strings[1])
             self._last_claim = max(self._last_claim, claim)
             if claim > self._last_undone:
-                self._events.claimed(claim, strings)
+                self._events.claimed(claim, strings, self._leaving > 0)
         elif kind == b"w":
             if len(self.listed) == 1:  # else one of them is off the list, and it is not known which
                 self.listed.clear()
@@ -280,7 +284,7 @@ class Listener:
         self._scope = anyio.CancelScope()
 
     async def add(self, subscription: Subscription) -> None:
-        """Listen for a mailbox, from now on until :meth:`remove`. The caller sees to a deadline.
+        """Listen for a mailbox, from now on until :meth:`remove`. The caller sets a deadline.
 
         :raises ServerError: the user may not subscribe to its channels.
         :raises MailboxConnectionError: that cannot be done now, and is not done later.

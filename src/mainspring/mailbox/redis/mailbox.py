@@ -460,8 +460,10 @@ class RedisBackend(BatchedBackend):
     def new_claim(self, limit: int, visibility: float, waits: bool) -> RedisClaim:
         return RedisClaim(limit, visibility, waits, self._batches.claimant, bool(self.waiters.parked))
 
-    def _give(self, claim: int, strings: list[bytes]) -> None:
+    def _give(self, claim: int, strings: list[bytes], is_doubtful: bool) -> None:
         """Give a message that the server has claimed for this process to a claim that waits, or undo its claim.
+
+        That is undone also if ``is_doubtful``: it may have been undone already, and the message be another process's.
 
         A claim that is out just now, and has put this process on the list again, takes it when it is back. If the message went
         back instead, the server would send it to that claim at once, which is still out: and so on, without end.
@@ -470,7 +472,7 @@ class RedisBackend(BatchedBackend):
         leased_at = min(self._now(), claim / MICRO + self._batches.clock_offset)
         details = dict(zip(rest[::2], rest[1::2], strict=True)) if rest else None
         delivery = delivery_of(token, value, details, leased_at)
-        if self.waiters.closed:
+        if self.waiters.closed or is_doubtful:
             self._put_back(delivery)
         elif not self.waiters.give(delivery, int(visible) / MICRO):
             if self.waiters.wanted.get(int(visible)):
