@@ -53,7 +53,7 @@ class LeaseKeeper:
         self._period = visibility * policy.fraction
         self._first = min(SETTLE_TIMEOUT, self._period if policy.renew != "never" else visibility)
         self._dispatcher = dispatcher
-        self._timer = alarms.alarm(self._look)
+        self._alarm = alarms.alarm(self._look)
         self._alarms = alarms
         self._failures = 0
         """How many renewals have failed since the mailbox was last known to answer."""
@@ -63,15 +63,15 @@ class LeaseKeeper:
     def track(self, deliveries: Collection[Delivery]) -> None:
         """Begin to keep the leases of runs that were just claimed."""
         if self._failures:
-            self._answers()
+            self._note_answer()
         until_due = self._period if self._policy.renew != "never" else self._visibility
         oldest = math.inf
         for delivery in deliveries:
             delivery.renew_at = delivery.renewed_at + until_due
             if delivery.renewed_at < oldest:
                 oldest = delivery.renewed_at
-        if oldest + self._first < self._timer.due:
-            self._timer.wake_by(oldest + self._first)
+        if oldest + self._first < self._alarm.due:
+            self._alarm.wake_by(oldest + self._first)
 
     def revoke(self, message_ids: Collection[str]) -> None:
         """End the handlers of these messages, which were cancelled by their ids; their leases have ended."""
@@ -118,9 +118,9 @@ class LeaseKeeper:
         """
         return delivery.waits or now - delivery.beat_age() > max(delivery.renewed_at, delivery.started)
 
-    def _answers(self, *, again: bool = False) -> None:
+    def _note_answer(self, *, again: bool = False) -> None:
         """Note that the mailbox has answered. ``again``: it has renewed a lease whose renewals had failed."""
-        self._store_health.made()
+        self._store_health.answered()
         if self._failures and (again or not self._retrying):
             failures, self._failures = self._failures, 0
             self._dispatcher.dispatch(LeaseRenewalRecovered(self._name, failures))
@@ -147,7 +147,7 @@ class LeaseKeeper:
                 if delivery.phase == Phase.HANDLING and delivery.message.is_settling:
                     # The settlement may be what has ended the lease, and tells soon.
                     delivery.renew_at = delivery.trusted_until
-                    self._timer.wake_by(delivery.renew_at)
+                    self._alarm.wake_by(delivery.renew_at)
                 else:
                     self._lose(delivery)
                 return
@@ -157,8 +157,8 @@ class LeaseKeeper:
                 delivery.renewed_at = began
                 delivery.trusted_until = max(delivery.trusted_until, began + self._visibility)
                 delivery.renew_at = began + self._period
-                self._timer.wake_by(delivery.renew_at)
-                self._answers(again=retries.failures > 0)
+                self._alarm.wake_by(delivery.renew_at)
+                self._note_answer(again=retries.failures > 0)
                 return
             self._retrying.add(delivery)
             try:

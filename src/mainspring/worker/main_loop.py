@@ -160,8 +160,7 @@ class MainLoop:
 
         It runs in the handler's context: a context variable that it sets is the handler's, and gone at the end of the run. What
         it raises counts as raised by the handler, a cancellation of the handler passes through it, and it must not settle
-        the message. Of several the one added last is the outermost. It holds from the next run on; where there is none,
-        nothing is paid for it.
+        the message. The wrapper that was added last is the outermost. It holds from the next run on.
 
         :raises ConfigError: it cannot be called, or is a generator, or a class.
         """

@@ -135,7 +135,7 @@ class Settler:
         """Record a settlement that was written. Others may still fail: it ends their trouble if none is being retried, or if
         this one was (``again``)."""
         if not self.store_health.answers:
-            self.store_health.made()
+            self.store_health.answered()
         if self.failures and (again or not self._retrying):
             failures, self.failures = self.failures, 0
             self._dispatcher.dispatch(SettlementRecovered(self._name, failures))

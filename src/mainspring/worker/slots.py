@@ -1,4 +1,10 @@
-"""The slots of a worker: how many deliveries it may have, whether it takes work, and the limit that loops share."""
+"""How much work a worker may take: admission, slots, claim ahead, and the capacity that loops share.
+
+``Admission`` says whether it may claim at all: it is running, paused or stopped. ``Slots`` says how many messages it may claim
+now. ``ClaimAhead`` decides how many it may have in hand: the messages in its slots, and those that these will soon begin.
+``Capacity`` is the limit of a group: a loop that shares it claims no message without a slot of it, and nothing ahead. Whatever
+has not begun when admission closes is released by the worker.
+"""
 
 from __future__ import annotations
 
@@ -117,21 +123,21 @@ class Capacity:
         self,
         want: int,
         wait: float,
-        poll: Callable[[int, float], Awaitable[list[Message[Any, Any]]]],
+        claim: Callable[[int, float], Awaitable[list[Message[Any, Any]]]],
         admit: Callable[[list[Message[Any, Any]]], None],
     ) -> None:
-        """Poll for at most ``want`` messages within the free slots; each admitted one keeps a slot until it is freed."""
+        """Claim at most ``want`` messages within the free slots. Each admitted message keeps a slot until it is freed."""
         slots = await self._take(want)
         kept = 0
         try:
-            messages = await poll(slots, 0.0)
+            messages = await claim(slots, 0.0)
             if not messages and wait > 0:
                 self.free_up(slots - 1)
                 slots = 1
                 with anyio.CancelScope() as turn:
                     self._idle[turn] = anyio.current_time() + IDLE_HOLD
                     try:
-                        messages = await poll(1, wait)
+                        messages = await claim(1, wait)
                     finally:
                         del self._idle[turn]
             kept = len(messages)

@@ -25,9 +25,9 @@ class StoreHealth:
     """What the last answers, or the lack of them, say.
 
     While receives fail, only an answered receive shows that work can be claimed again. A loop whose slots are all taken does
-    not receive: then its renewals and settlements count, and any answer of theirs ends the trouble. None of them may be tried
-    again: a lease is lost and its handler goes on, or the loop pauses or is in a long poll. Then ``ask`` is called until it is
-    answered.
+    not receive: then its renewals and settlements count, and any answer to them ends the trouble. It can be that none of them
+    is tried again: a lease is lost and its handler goes on, or the loop pauses or is in a long poll. Then ``ask`` is called
+    until it is answered.
     """
 
     def __init__(self, name: str, ask: Callable[[], Awaitable[object]], dispatcher: Dispatcher, alarms: Alarms) -> None:
@@ -38,7 +38,7 @@ class StoreHealth:
         self._alarm = alarms.alarm(self._look)
         self._ask_at = math.inf
         self.answers = True
-        """False from a failure until the mailbox answers again: then :meth:`made` or :meth:`received` is to be told so."""
+        """False from a failure until the mailbox answers again: then call :meth:`answered` or :meth:`received`."""
         self.failed_receives = 0
         """How many receives have failed since one was last answered, whichever receiver made them."""
         self._receiving: str | None = None
@@ -65,7 +65,7 @@ class StoreHealth:
             self._told_of_silence = True
             self._dispatcher.dispatch(ReceiveFailed(self._name, describe(error), retry_in))
 
-    def made(self) -> None:
+    def answered(self) -> None:
         """Note that the mailbox has answered."""
         if self._receiving is None:
             self.received()
@@ -115,4 +115,4 @@ class StoreHealth:
         except (MainspringError, OSError) as error:
             self.failed(error)
         else:
-            self.made()
+            self.answered()
