@@ -5,6 +5,7 @@ from __future__ import annotations
 import anyio
 import pytest
 
+from mainspring.errors import MailboxError
 from postgres_support import until
 
 pytestmark = pytest.mark.anyio
@@ -80,3 +81,20 @@ async def test_all_are_those_that_were_dead_by_then(place, act):
         replayed = [message.body for message in await mailbox.receive(max_messages=9)]
         assert replayed == (list(range(5)) if act == "replay_dead_letters" else [])
         assert (await other.counts()).dead == 1
+
+
+@pytest.mark.parametrize("do", ["replay_dead_letters", "purge_dead_letters"])
+async def test_what_the_server_refuses_to_read_is_an_error_of_the_mailbox(place, do):
+    """The table may be damaged. The driver's errors are not for users."""
+    async with place.mailbox() as mailbox:
+        place.execute("ALTER TABLE SCHEMA.dead RENAME TO damaged")
+        place.execute(
+            "CREATE VIEW SCHEMA.dead AS SELECT place / (place - place) AS place, mailbox, id FROM SCHEMA.damaged"
+        )
+        place.execute(
+            "INSERT INTO SCHEMA.damaged (place, mailbox, id, dead_at, enqueued_at, lease, deliveries, attempts, rank, body,"
+            " error, error_type, traceback) VALUES (1, %s, 'x', now(), now(), 1, 1, 1, 0, '1', '', '', '')",
+            place.number(),
+        )
+        with pytest.raises(MailboxError, match="PostgreSQL refused the operation: division by zero"):
+            await getattr(mailbox, do)()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import AsyncExitStack
 
 import anyio
 import pytest
@@ -18,6 +19,16 @@ pytestmark = pytest.mark.anyio
 @pytest.fixture
 def anyio_backend():
     return "asyncio", {"use_uvloop": True}
+
+
+def damage(place, *names):
+    """Let the server refuse to move the messages of these mailboxes."""
+    numbers = ", ".join(str(place.number(name)) for name in names)
+    place.execute("CREATE FUNCTION SCHEMA.fail() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE 'damaged'; END $$")
+    place.execute(
+        f"""CREATE TRIGGER fault BEFORE UPDATE ON SCHEMA.messages FOR EACH ROW
+        WHEN (new.mailbox IN ({numbers})) EXECUTE FUNCTION SCHEMA.fail()"""
+    )
 
 
 @pytest.mark.slow
@@ -125,6 +136,34 @@ async def test_a_poll_that_the_server_refuses_ends_no_mailbox(place):
 
 
 @pytest.mark.slow
+async def test_a_poll_that_fails_for_one_mailbox_does_not_fail_for_the_others(place):
+    """They are polled for in the same statement, and need no calls of their own."""
+
+    async def receive_in_vain(mailbox):
+        with pytest.raises(MailboxError, match="damaged"):
+            await mailbox.receive(wait_time_seconds=60)
+
+    mailboxes = [place.mailbox(f"{n}") for n in range(33)]
+    broken, others = mailboxes[:3], mailboxes[3:]
+    async with AsyncExitStack() as stack:
+        for mailbox in mailboxes:
+            await stack.enter_async_context(mailbox)
+        got = [await stack.enter_async_context(receiving(mailbox)) for mailbox in others]
+        await anyio.sleep(2.5)  # until the tables have been looked after
+        damage(place, *(mailbox.name for mailbox in broken))
+        before = mailboxes[0].transactions
+        async with anyio.create_task_group() as tasks:
+            for number, mailbox in enumerate(broken, 1):
+                await mailbox.send("x", delay=0.3 * number)  # one of these is when most others are polled for
+                tasks.start_soon(receive_in_vain, mailbox)
+        await anyio.sleep(0.5)
+        assert mailboxes[0].transactions < before + len(others)
+        for mailbox in others:
+            await mailbox.send("x")
+        await until(lambda: all(got))
+
+
+@pytest.mark.slow
 async def test_a_mailbox_whose_poll_fails_is_left_out_of_the_next_ones(place):
     """Its receives raise, so none waits there until the store can do its work again."""
     failed = 0
@@ -144,13 +183,7 @@ async def test_a_mailbox_whose_poll_fails_is_left_out_of_the_next_ones(place):
         receiving(others[0]), receiving(others[1]), receiving(others[2]), anyio.create_task_group() as tasks,
     ):  # fmt: skip
         tasks.start_soon(receive)
-        place.execute(
-            "CREATE FUNCTION SCHEMA.fail() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE 'damaged'; END $$"
-        )
-        place.execute(
-            f"""CREATE TRIGGER fault BEFORE UPDATE ON SCHEMA.messages FOR EACH ROW
-            WHEN (new.mailbox = {place.number("a")}) EXECUTE FUNCTION SCHEMA.fail()"""
-        )
+        damage(place, "a")
         await broken.send("x", delay=0.1)
         await until(lambda: failed)
         await anyio.sleep(2.5)  # until the tables have been looked after

@@ -214,11 +214,11 @@ class ConnectionPool:
         """Batches that may have changed something."""
         self.connected = False
         self.reconnects = 0
-        self.lost = False  # a connection, which has not been made anew yet
-        self.keeps = False
+        self._lost = False  # a connection, which has not been made anew yet
+        self._keeps = False
         self._was_connected = False
         self._now = loop_clock()
-        self.idle: list[Connection] = []
+        self._idle: list[Connection] = []
 
     async def connect(self) -> Connection:
         """Open a connection, in autocommit.
@@ -244,14 +244,43 @@ class ConnectionPool:
             raise
         connection.cancel_timeout = self.cancel_timeout
         register(connection.adapters, is_utf8=True)
-        self.reconnects += self.lost
-        self.lost = False
+        self.reconnects += self._lost
+        self._lost = False
         self.connected = self._was_connected = True
         return connection
 
     def connection(self) -> Loan:
         """Lend a connection to the block: see :class:`Loan`."""
         return Loan(self)
+
+    async def take(self) -> Connection:
+        """Return an idle connection, or a new one, for :meth:`put_back` to take back. Raise the errors of :meth:`connect`."""
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.closed:
+                continue
+            poll = select.poll()
+            poll.register(connection.pgconn.socket, select.POLLIN)
+            if not poll.poll(0):
+                return connection
+            self._lost = True  # a connection that the server has ended has something to read
+            connection.pgconn.finish()
+        return await self.connect()
+
+    async def put_back(self, connection: Connection, error: BaseException | None) -> None:
+        """Keep a connection for the next call, or close it: after an error, in a transaction, or where enough are idle.
+
+        A lost connection closes all idle ones, which are lost as well.
+        """
+        usable = error is None or isinstance(error, BlockedError)
+        if not usable or connection.closed or connection.pgconn.transaction_status != TransactionStatus.IDLE:
+            await self.drop(connection)
+        elif self._keeps and len(self._idle) < MAX_IDLE:
+            self._idle.append(connection)
+        else:
+            connection.pgconn.finish()
+        if type(error) is MailboxConnectionError:
+            await self.lose()
 
     async def run(
         self,
@@ -265,7 +294,7 @@ class ConnectionPool:
 
         Raise :class:`MailboxConnectionError` if the server cannot be reached or does not answer in time; then the statements
         may have taken effect. After any other error they have had none: :class:`BlockedError` for a lock_timeout,
-        :class:`ConfigError` for a missing schema or right, ``psycopg.Error`` for a value that the server does not take.
+        :class:`ConfigError` for a missing schema or right, :class:`RefusedError` for a value that the server does not take.
         Cancelled, or out of time, it cancels the query on the server.
 
         :param turn: held meanwhile, waiting included in ``timeout``; None: one of those for :data:`MAX_BATCHES`.
@@ -340,7 +369,7 @@ class ConnectionPool:
 
     async def close(self) -> None:
         """Close idle connections now, and others when they are put back, until :meth:`keep_open`."""
-        self.keeps = self._was_connected = self.lost = self.connected = False
+        self._keeps = self._was_connected = self._lost = self.connected = False
         await self._drop_idle()
 
     def begin_close(self) -> None:
@@ -351,30 +380,26 @@ class ConnectionPool:
 
     def keep_open(self) -> None:
         """Keep connections that are put back, for the next call."""
-        self.keeps = True
+        self._keeps = True
 
     async def lose(self) -> None:
         """Note that a connection was lost, and close the idle ones, which are lost as well."""
-        self.lost, self.connected = True, False
+        self._lost, self.connected = True, False
         await self._drop_idle()
 
     async def _drop_idle(self) -> None:
-        idle, self.idle = self.idle, []
+        idle, self._idle = self._idle, []
         for connection in idle:
             await self.drop(connection)
 
 
 @dataclass(eq=False, slots=True)
 class Loan:
-    """Lends a connection of a pool to the block.
-
-    An error drops it; a lost connection drops all idle ones, which are lost as well. ``turn`` is waited for before, and held
-    meanwhile.
-    """
+    """Lends a connection of a pool to the block. ``turn`` is waited for before, and held meanwhile."""
 
     pool: ConnectionPool
     turn: anyio.Semaphore | None = None
-    connection: Any = field(default=None, init=False)
+    connection: Connection = field(init=False)
 
     async def __aenter__(self) -> Connection:
         if self.turn is not None:
@@ -383,38 +408,18 @@ class Loan:
             except anyio.WouldBlock:
                 await self.turn.acquire()
         try:
-            while self.pool.idle:
-                connection = self.pool.idle.pop()
-                poll = select.poll()
-                if not connection.closed:
-                    poll.register(connection.pgconn.socket, select.POLLIN)
-                    if not poll.poll(0):
-                        break
-                    self.pool.lost = True  # a connection that the server has ended has something to read
-                    connection.pgconn.finish()
-            else:
-                connection = await self.pool.connect()
+            self.connection = await self.pool.take()
         except BaseException:
             if self.turn is not None:
                 self.turn.release()
             raise
-        self.connection = connection
-        return connection
+        return self.connection
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        pool, connection = self.pool, self.connection
         try:
-            usable = error is None or isinstance(error, BlockedError)
-            if not usable or connection.closed or connection.pgconn.transaction_status != TransactionStatus.IDLE:
-                await pool.drop(connection)
-            elif pool.keeps and len(pool.idle) < MAX_IDLE:
-                pool.idle.append(connection)
-            else:
-                connection.pgconn.finish()
-            if type(error) is MailboxConnectionError:
-                await pool.lose()
+            await self.pool.put_back(self.connection, error)
         finally:
             if self.turn is not None:
                 self.turn.release()
@@ -433,6 +438,10 @@ def _silent() -> MailboxConnectionError:
 
 class _ConflictError(MailboxConnectionError):
     """Another transaction was in the way; nothing was done."""
+
+
+class RefusedError(MailboxError):
+    """The server does not take a value; nothing was done."""
 
 
 class BlockedError(MailboxConnectionError):
@@ -485,8 +494,8 @@ async def _execute_in_pipeline(
     return [await cursor.fetchall() for cursor in cursors]
 
 
-def translated(error: psycopg.Error) -> Exception:
-    """Return what an error of the driver is to the user of a mailbox; itself, if a value is its cause."""
+def translated(error: psycopg.Error) -> MainspringError:
+    """Return what an error of the driver is to the user of a mailbox."""
     if error.sqlstate == DROPPED:
         return dropped("the mailbox")
     if isinstance(error, psycopg.errors.LockNotAvailable):
@@ -500,25 +509,18 @@ def translated(error: psycopg.Error) -> Exception:
         )
     if isinstance(error, psycopg.errors.InsufficientPrivilege):
         return ConfigError(f"the database refuses: {one_line(error)}; grant its role the right")
-    if isinstance(error, psycopg.errors.ProgramLimitExceeded):
-        return error  # an OperationalError for the driver, though a value is too large for something, and will stay so
-    if isinstance(error, _AWAY) or error.diag.severity_nonlocalized in _ENDED:
+    # Of these one is an OperationalError for the driver, though a value is too large for something, and will stay so.
+    is_away = isinstance(error, _AWAY) and not isinstance(error, psycopg.errors.ProgramLimitExceeded)
+    if is_away or error.diag.severity_nonlocalized in _ENDED:
         return MailboxConnectionError(f"PostgreSQL: {one_line(error)}")
-    return error
+    return RefusedError(f"PostgreSQL refused the operation: {one_line(error)}")
 
 
-def as_mailbox_error(error: psycopg.Error) -> Exception:
+def as_mailbox_error(error: psycopg.Error) -> MainspringError:
     """Return the same for a call that is not retried here."""
     known = translated(error)
-    if known is error:
-        return refusal(error)
     return (
         MailboxConnectionError(f"PostgreSQL gave up the transaction: {known}")
         if type(known) is _ConflictError
         else known
     )
-
-
-def refusal(error: psycopg.Error) -> MainspringError:
-    """Return the error of a command with a value that the server does not take."""
-    return MailboxError(f"PostgreSQL refused the operation: {one_line(error)}")

@@ -6,12 +6,11 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, Protocol
 
 import anyio
-import psycopg
 
 from mainspring.core.clock import loop_clock
 from mainspring.errors import MailboxConnectionError
 from mainspring.mailbox.postgres.commands import LOCK_WAIT, PostgresSend
-from mainspring.mailbox.postgres.connection import BlockedError, refusal
+from mainspring.mailbox.postgres.connection import BlockedError, RefusedError
 from mainspring.mailbox.postgres.values import stored_key
 from mainspring.runtime.retry import Retries
 
@@ -90,7 +89,7 @@ class DedupSends:
             await self._transact(sends, LOCK_WAIT)
         except BlockedError:
             await self._each_key(sends)
-        except psycopg.Error as error:
+        except RefusedError as error:
             await self._apart(sends, error)
 
     async def _each_key(self, sends: list[PostgresSend]) -> None:
@@ -115,13 +114,13 @@ class DedupSends:
             return
         try:
             await self._transact(sends, SHORT_LOCK_WAIT, apart=True)
-        except psycopg.Error as error:
+        except RefusedError as error:
             await self._apart(sends, error)
 
-    async def _apart(self, sends: list[PostgresSend], error: psycopg.Error) -> None:
+    async def _apart(self, sends: list[PostgresSend], error: RefusedError) -> None:
         """Store each by itself, because one has a value that the server does not take."""
         if len(sends) == 1:
-            sends[0].error = refusal(error)
+            sends[0].error = error
             return
         for send in sends:
             await self._whole(send)
@@ -132,8 +131,8 @@ class DedupSends:
             await self._transact([send], SHORT_LOCK_WAIT)
         except BlockedError:
             send.blocked = True
-        except psycopg.Error as error:
-            send.error = refusal(error)
+        except RefusedError as error:
+            send.error = error
 
 
 def blocked_error(envelopes: list[Envelope], when: str) -> MailboxConnectionError:

@@ -21,7 +21,6 @@ from mainspring.core import random
 from mainspring.core.clock import loop_clock
 from mainspring.errors import MainspringError
 from mainspring.mailbox.postgres.commands import Statement, call_text
-from mainspring.mailbox.postgres.connection import refusal
 from mainspring.mailbox.postgres.values import Floats, Integers, array
 from mainspring.runtime.interval import Periodic
 from mainspring.runtime.retry import Retries
@@ -189,10 +188,7 @@ class Polls:
         values = (array(Integers, list(sinces)), array(Floats, list(sinces.values())))
         rows: list[tuple[Any, ...]] = []
         statement = Statement(call_text(self._schema, "poll_all", len(values)), values, rows.extend)
-        try:
-            await self._connections.run([statement], changes=False)
-        except psycopg.Error as error:
-            raise refusal(error) from error
+        await self._connections.run([statement], changes=False)
         found = {number: tuple(rest) for number, *rest in rows}
         polled_at: float = found.pop(0)[-1]
         return found, polled_at

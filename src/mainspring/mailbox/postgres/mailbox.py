@@ -10,7 +10,6 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
-import psycopg
 
 from mainspring.errors import InvalidParameterError
 from mainspring.mailbox import batched
@@ -28,7 +27,7 @@ from mainspring.mailbox.postgres.commands import (
     Settle,
     StatementBatch,
 )
-from mainspring.mailbox.postgres.connection import ConnectionPool, refusal
+from mainspring.mailbox.postgres.connection import ConnectionPool, RefusedError
 from mainspring.mailbox.postgres.dedup import DedupSends
 from mainspring.mailbox.postgres.listener import QUICK_POLLS, Polling
 from mainspring.mailbox.postgres.pool import SharedPool
@@ -55,6 +54,8 @@ from mainspring.mailbox.sync import ThreadConnection
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+
+    import psycopg
 
     from mainspring.mailbox.message import ClaimedMessage, Dead, Envelope, Message, Settlement
     from mainspring.runtime.scope import DaemonScope
@@ -305,15 +306,15 @@ class PostgresBackend(BatchedBackend):
         """Execute commands together; if one has a value that the server does not take, each by itself."""
         try:
             await self._transact(commands)
-        except psycopg.Error as error:
+        except RefusedError:
             if len(commands) == 1:
-                raise refusal(error) from error
+                raise
             for command in commands:
                 command.error = None
                 try:
                     await self._transact([command])
-                except psycopg.Error as its_own:
-                    command.error = refusal(its_own)
+                except RefusedError as its_own:
+                    command.error = its_own
 
     async def _transact(self, commands: Sequence[Command], lock_wait: float = LOCK_WAIT, apart: bool = False) -> None:
         shared = self._pool
@@ -326,10 +327,7 @@ class PostgresBackend(BatchedBackend):
     async def _execute_alone(self, command: Command) -> None:
         """Execute a command in no batch, as it may have to wait for a lock; raise its error."""
         batch = self._new_batch()
-        try:
-            await self._pool.connections.run(batch.build([command]), turn=self._pool.single_calls)
-        except psycopg.Error as error:
-            raise refusal(error) from error
+        await self._pool.connections.run(batch.build([command]), turn=self._pool.single_calls)
         if command.error is not None:
             raise command.error
         self._notify(batch)

@@ -7,19 +7,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import anyio
-import psycopg
 
 from mainspring.core import process
-from mainspring.errors import MailboxConnectionError, MailboxError, MainspringError, copied
+from mainspring.errors import MainspringError, copied
 from mainspring.mailbox.postgres import schema as schemas
 from mainspring.mailbox.postgres.commands import Statement, Watermark, call_text
 from mainspring.mailbox.postgres.connection import ConnectionPool, no_answer
 from mainspring.mailbox.postgres.listener import Polls, PostgresListener
 from mainspring.mailbox.postgres.schema import Maintenance
-from mainspring.redaction import one_line
 from mainspring.runtime.shared_task import SharedTask
 
 if TYPE_CHECKING:
+    from mainspring.errors import MailboxConnectionError
     from mainspring.mailbox.postgres.listener import OpenMailbox
 
 KIND = "postgres shared pool"
@@ -110,10 +109,7 @@ class SharedPool:
 
     async def rows(self, function: str, *values: Any) -> list[tuple[Any, ...]]:
         """Call a function of the schema, in no batch. Return its rows."""
-        try:
-            return await self._execute(call_text(self.schema, function, len(values)), values)
-        except psycopg.Error as error:
-            raise MailboxError(f"PostgreSQL refused {function}: {one_line(error)}") from error
+        return await self._execute(call_text(self.schema, function, len(values)), values)
 
     async def query(self, statement: str, *values: Any) -> list[tuple[Any, ...]]:
         """Execute a statement in no batch. Return its rows."""

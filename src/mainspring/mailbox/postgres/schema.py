@@ -18,7 +18,7 @@ from mainspring.core.package_files import read_package_file
 from mainspring.errors import ConfigError, MainspringError
 from mainspring.mailbox.backend import TRANSIENT, TRANSIENT_LIFE
 from mainspring.mailbox.postgres.commands import Statement, call
-from mainspring.mailbox.postgres.connection import no_answer, translated
+from mainspring.mailbox.postgres.connection import RefusedError, no_answer, translated
 from mainspring.mailbox.postgres.settings import SCHEMA
 from mainspring.mailbox.postgres.values import Texts, array
 from mainspring.redaction import one_line
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from mainspring.mailbox.postgres.connection import ConnectionPool
 
 
-_TABLES = ("0001_tables.sql", None, None, None, None, None, None, None)
+_TABLES = ("0001_tables.sql", *[None] * 8)
 """What brings the tables from each version to the next: the first makes version 1. None: only functions are others.
 
 A function that a version does without stays where it is: processes of an earlier Mainspring may still call it."""
@@ -151,7 +151,7 @@ async def _connected(
             raise no_answer(pool.timeout) from None
         except psycopg.Error as error:
             known = translated(error)
-            if known is error:
+            if isinstance(known, RefusedError):
                 known = ConfigError(f"the schema {schema!r} cannot be made: {one_line(error)}")
             raise known from error
 
@@ -222,9 +222,7 @@ class Maintenance:
             await anyio.sleep(EVERY)
             if self._pool.changes == self._changes:
                 continue
-            with suppress(
-                MainspringError, psycopg.Error, OSError, TimeoutError
-            ):  # the mailboxes' own calls will raise it
+            with suppress(MainspringError):  # the mailboxes' own calls will raise it
                 await self._step()
             self._changes = self._pool.changes
 

@@ -130,8 +130,9 @@ CREATE OR REPLACE FUNCTION mainspring.poll_all(boxes integer[], sinces float8[])
     box integer, pending integer, due_in float8, newly_listening boolean, moved integer, polled_at float8
 ) LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off
 SET enable_mergejoin = off SET enable_sort = off SET jit = off SET plan_cache_mode = force_generic_plan AS $$
--- The same for the waiting receives of many mailboxes. Rows come of those only in which there is something, or will be;
--- `pending` is NULL of one that was dropped. The row with the number 0 says by when all that was due is done in the others.
+-- The same for the waiting receives of many mailboxes. Rows come of those only in which there is something, or will be.
+-- `pending` is NULL of one that was dropped, or whose own poll fails: its receives find out by calls of their own. The row
+-- with the number 0 says by when all that was due is done in the others.
 DECLARE
     at timestamptz := clock_timestamp();
     one record;
@@ -158,9 +159,18 @@ BEGIN
     LOOP
         box := one.box;
         pending := NULL;
+        due_in := NULL;
+        newly_listening := false;
         IF one.is_there THEN
-            SELECT p.pending, p.due_in, p.newly_listening, p.moved, p.polled_at
-                INTO pending, due_in, newly_listening, moved, polled_at FROM mainspring.poll(one.box, one.since) AS p;
+            BEGIN
+                SELECT p.pending, p.due_in, p.newly_listening, p.moved, p.polled_at
+                    INTO pending, due_in, newly_listening, moved, polled_at FROM mainspring.poll(one.box, one.since) AS p;
+            EXCEPTION
+                WHEN transaction_rollback OR lock_not_available THEN
+                    RAISE;  -- no fault of this mailbox's
+                WHEN OTHERS THEN
+                    NULL;
+            END;
         END IF;
         RETURN NEXT;
     END LOOP;
