@@ -253,13 +253,14 @@ class _State(Enum):
 
 
 class Batcher(Generic[C]):
-    """Joins concurrent commands for one backend. :meth:`run` belongs in the scope of the mailbox.
+    """Joins concurrent commands for one backend. :meth:`run`, the runner, belongs in the scope of the mailbox.
 
     :param execute: performs the commands and sets the result or error of each. An exception becomes the error of every command
         that has none and is not ``done``. It should raise only what leaves all of those without effect.
     :param resume: goes on with an ``execute`` that was cancelled, from where it was. Without it, the runner executes all.
     :param undo: called with a command that took place though its caller was cancelled while it was out; it may
         :meth:`post` the command that takes the effect back.
+    :param start: starts the runner, once the first command comes: many mailboxes never have one. None: it runs from the start.
     :param name: whose commands these are, for messages.
 
     A caller that is cancelled before its command left has caused nothing: the command is withdrawn. Afterwards the
@@ -272,11 +273,13 @@ class Batcher(Generic[C]):
         *,
         resume: Callable[[], Awaitable[None]] | None = None,
         undo: Callable[[C], None] | None = None,
+        start: Callable[[], object] | None = None,
         name: str = "mailbox",
     ) -> None:
         self._execute = execute
         self._resume = resume
         self._undo = undo
+        self._start = start
         self._name = name
         # As in anyio.lowlevel, which would look the backend up each time.
         self._checkpoint_if_cancelled = anyio.lowlevel.current_token().backend_class.checkpoint_if_cancelled
@@ -311,6 +314,9 @@ class Batcher(Generic[C]):
         """
         if self._closing:
             raise MailboxClosedError(f"{self._name} is closed")
+        if self._start is not None:
+            start, self._start = self._start, None
+            start()
         batch = self._next
         lone = self._size <= 1 and self._state is _State.IDLE and not batch.commands and not command.joins
         if lone and self._resume is not None:
@@ -404,6 +410,8 @@ class Batcher(Generic[C]):
         """
         if not self._closing:
             self._closing = True
+            if self._start is not None:  # there is no runner
+                self._ended.set()
             left = [*self._next.commands, *(() if self._out is None else self._out.commands)]
             owed = any(not (command.forsaken or command.droppable) for command in left)
             self._shield.deadline = anyio.current_time() + (CLOSE_TIMEOUT if owed else COURTESY)

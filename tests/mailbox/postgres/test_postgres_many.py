@@ -9,8 +9,9 @@ import anyio
 import pytest
 from test_postgres_waiting import two_processes
 
-from mainspring import LoopGroup, MailboxError, MainLoop
-from mainspring.mailbox.postgres.connection import MAX_BATCHES
+from mainspring import LoopGroup, MailboxConnectionError, MailboxError, MailboxFullError, MainLoop, MainspringError
+from mainspring.mailbox.postgres.commands import Statement
+from mainspring.mailbox.postgres.connection import MAX_BATCHES, MAX_IDLE, ConnectionPool
 from postgres_support import receiving, until
 
 pytestmark = pytest.mark.anyio
@@ -54,6 +55,111 @@ async def test_they_share_a_few_connections_and_each_gets_its_message(place):
         await until(lambda: len(got) == len(mailboxes))
         assert sorted(got) == list(range(len(mailboxes)))
         assert sender.statistics().waiting_receives == 0
+
+
+@pytest.mark.slow
+async def test_those_that_open_together_are_asked_about_together(place):
+    """Neither their opening nor their first receives take a transaction each, and what is there already is received."""
+    mailboxes, got = [place.mailbox(f"{n}") for n in range(60)], []
+    async with place.mailbox("0") as sender:
+        await sender.send("before")
+
+    async def open_and_receive(mailbox) -> None:
+        async with mailbox:
+            got.extend(await mailbox.receive(wait_time_seconds=60))
+
+    async with place.mailbox(), anyio.create_task_group() as tasks:
+        for mailbox in mailboxes:
+            tasks.start_soon(open_and_receive, mailbox)
+        await until(lambda: got and all(mailbox.statistics().waiting_receives for mailbox in mailboxes[1:]))
+        assert [message.body for message in got] == ["before"]
+        assert mailboxes[1].transactions < len(mailboxes)
+        tasks.cancel_scope.cancel()
+
+
+async def test_those_that_open_together_have_opened_at_the_same_time(place):
+    """They do not go on one after the other: on a busy event loop the last one would have no time left."""
+    turns, opened = 0, []
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            await anyio.lowlevel.checkpoint()
+            turns += 1
+
+    async def open_one(number) -> None:
+        async with place.mailbox(f"{number}", listen=False):
+            opened.append(turns)
+            await until(lambda: len(opened) == 50)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(count_turns)
+        async with anyio.create_task_group() as openings:
+            for number in range(50):
+                openings.start_soon(open_one, number)
+        tasks.cancel_scope.cancel()
+    assert opened[-1] - opened[1] < 20  # the first one may have opened alone
+
+
+@pytest.mark.slow
+async def test_many_calls_at_once_make_connections_once(place):
+    """Further ones than a few are closed again when they are not used any more."""
+    mailboxes = [place.mailbox(f"{n}", application_name="many", listen=False) for n in range(30)]
+    count = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'many'"
+    made = "SELECT pid FROM pg_stat_activity WHERE application_name = 'many' ORDER BY pid"
+    async with AsyncExitStack() as stack:
+        for mailbox in mailboxes:
+            await stack.enter_async_context(mailbox)
+
+        async def send_to_all() -> None:
+            async with anyio.create_task_group() as tasks:
+                for mailbox in mailboxes:
+                    tasks.start_soon(mailbox.send_many, ["x", "y"])
+
+        await send_to_all()
+        connections = set(place.execute(made))
+        assert len(connections) > MAX_IDLE
+        await send_to_all()
+        assert set(place.execute(made)) <= connections
+        await until(lambda: place.execute(count)[0][0] <= MAX_IDLE)
+
+
+@pytest.mark.slow
+async def test_an_error_of_one_mailbox_costs_the_others_no_connection(place):
+    """The server has refused a statement, and goes on with the connection."""
+    made = "SELECT pid FROM pg_stat_activity WHERE application_name = 'many' ORDER BY pid"
+    one, other = (place.mailbox(name, application_name="many", listen=False, capacity=2) for name in "ab")
+    async with one, other:
+        await one.send_many([1, 2])
+        connections = place.execute(made)
+        place.execute(
+            "CREATE FUNCTION SCHEMA.fail() RETURNS trigger LANGUAGE plpgsql AS"
+            " $$ BEGIN RAISE '%%', new.body USING ERRCODE = convert_from(new.body, 'UTF8'); END $$"
+        )
+        place.execute(
+            "CREATE TRIGGER fault BEFORE INSERT ON SCHEMA.messages FOR EACH ROW EXECUTE FUNCTION SCHEMA.fail()"
+        )
+        with pytest.raises(MailboxFullError):
+            await one.send(3)
+        for code in (23514, 42501, 57014, 53100, 55000):  # a check, a right, a cancellation, no space, not now
+            with pytest.raises(MainspringError):
+                await other.send(code)
+        assert place.execute(made) == connections
+        assert one.statistics().reconnects == other.statistics().reconnects == 0
+
+
+async def test_a_call_that_waits_for_its_turn_in_vain_costs_no_connection(place):
+    """Where very many mailboxes are busy, new connections would only make it worse."""
+    pool = ConnectionPool(place.url, timeout=20)
+    pool.keep_open()
+    processes = []
+    process = Statement(b"SELECT pg_backend_pid()", (), processes.extend)
+    await pool.run([process])
+    with pytest.raises(MailboxConnectionError, match=r"did not answer within 0\.1 s"):
+        await pool.run([process], 0.1, anyio.Semaphore(0))
+    await pool.run([process])
+    assert processes == processes[:1] * 2
+    await pool.close()
 
 
 @pytest.mark.slow

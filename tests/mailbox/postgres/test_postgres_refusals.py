@@ -67,6 +67,38 @@ async def test_a_refusal_that_may_pass_is_none(text, anyio_backend):
             await PostgresMailbox(f"postgresql://app@127.0.0.1:{port}/app?sslmode=disable").__aenter__()
 
 
+async def test_too_many_connections_are_an_error_that_says_what_to_do(anyio_backend):
+    async with refusing("sorry, too many clients already") as port:
+        with pytest.raises(
+            MailboxConnectionError, match=r"already; raise the limits of connections, or connect through"
+        ):
+            await PostgresMailbox(f"postgresql://app@127.0.0.1:{port}/app?sslmode=disable").__aenter__()
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("statement_timeout=50ms", "canceling statement due to statement timeout; if that was the statement_timeout"),
+        (
+            "default_transaction_read_only=on",
+            "in a read-only transaction; let the URL lead to a server and a role that",
+        ),
+        ("lock_timeout=50ms", "canceling statement due to lock timeout; end the transaction that holds the lock"),
+    ],
+)
+async def test_a_call_that_the_server_gives_up_is_an_error_that_says_what_to_do(place, setting, says, anyio_backend):
+    """It is one short line, without the places in the functions of the server."""
+    async with place.mailbox():
+        pass
+    async with await place.connect() as other:
+        await other.execute(f"LOCK TABLE {place.schema}.tallies IN EXCLUSIVE MODE")
+        with pytest.raises(MailboxConnectionError, match=says) as told:
+            async with place.mailbox(options=f"-c {setting}", listen=False) as mailbox:
+                await mailbox.send("x")
+        assert "PL/pgSQL" not in str(told.value)
+        assert "\n" not in str(told.value)
+
+
 @pytest.mark.parametrize(
     ("text", "line"),
     [

@@ -21,7 +21,7 @@ Invariants.
 - Notifications only make receives quicker. Polls are made for waiting receives, so that a lost one costs seconds, and no
   message.
 - A receive that waits long enough for a poll asks nothing itself while its mailbox is known to be empty: by a poll of the last
-  two intervals, with no notification since.
+  two intervals, with no notification since. Nor does it before the first poll, if other mailboxes opened together with its own.
 - A watermark only saves reads. Each second a claim does without it.
 
 Cancelled, a caller leaves at once. Its batch goes on; a claim of its own is undone by the first command of the next batch
@@ -29,7 +29,8 @@ Cancelled, a caller leaves at once. Its batch goes on; a claim of its own is und
 and where that takes too long, its connection is closed.
 
 On a lost connection everything in the batch raises :class:`MailboxConnectionError`, and may have taken effect. All idle
-connections are closed, since they are lost as well; the next batch makes a new one.
+connections are closed, since they are lost as well; the next batch makes a new one. A statement that the server refuses or
+gives up has had no effect, and its connection is used again.
 """
 
 from __future__ import annotations

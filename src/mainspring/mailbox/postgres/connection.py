@@ -6,7 +6,8 @@ import os
 import re
 import select
 import sys
-from dataclasses import dataclass, field
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from traceback import clear_frames
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +28,7 @@ from mainspring.redaction import one_line
 from mainspring.runtime.resolver import resolve
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from types import TracebackType
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     from mainspring.mailbox.postgres.commands import Statement
 
@@ -37,7 +37,7 @@ CANCEL_TIMEOUT = 3.0
 MAX_BATCHES = 10
 """Batches of a process in flight at once; each has a connection, and further ones wait for their turn."""
 MAX_IDLE = 4
-"""Idle connections that are kept open."""
+"""Idle connections that are kept open. Further ones are closed once they were not used between two looks."""
 TRIES = 4
 """Tries of a batch that the server aborts because of another transaction (a deadlock)."""
 WATCH = 0.2
@@ -45,12 +45,12 @@ WATCH = 0.2
 ANSWER = 0.4
 """The part of it that a server may take to answer a new connection."""
 _AGAIN = (psycopg.errors.DeadlockDetected, psycopg.errors.SerializationFailure)
-_AWAY = (
-    psycopg.OperationalError,
-    psycopg.InterfaceError,
-    psycopg.errors.ReadOnlySqlTransaction,
-    psycopg.errors.IdleInTransactionSessionTimeout,
-)
+_CONNECTION = ("08", "25P03")
+"""The beginnings of SQLSTATEs with which the connection is lost: it failed, or was idle in a transaction for too long."""
+_ADVICE = {
+    psycopg.errors.QueryCanceled: "; if that was the statement_timeout of its role, raise it",
+    psycopg.errors.DiskFull: "; free space on the disk of the server",
+}
 DROPPED = "MS002"
 """The SQLSTATE with which the functions refuse to work on a mailbox that was dropped."""
 _DONE = (ExecStatus.TUPLES_OK, ExecStatus.COMMAND_OK)
@@ -74,6 +74,7 @@ _LASTING = (
 )
 """What to do about a connection that fails for good, by the words of libpq, poolers and servers that speak English: the driver
 keeps no code of a server's refusal."""
+_TOO_MANY = "; raise the limits of connections, or connect through a pooler"
 _QUESTION = re.compile(r";? *Is the server running [^?]*\?")
 """What libpq asks where it finds no server; the advice at the end of the error says it."""
 
@@ -219,6 +220,7 @@ class ConnectionPool:
         self._was_connected = False
         self._now = loop_clock()
         self._idle: list[Connection] = []
+        self._unused = 0  # how many of them were idle all the time since they were last looked at
 
     async def connect(self) -> Connection:
         """Open a connection, in autocommit.
@@ -249,14 +251,33 @@ class ConnectionPool:
         self.connected = self._was_connected = True
         return connection
 
-    def connection(self) -> Loan:
-        """Lend a connection to the block: see :class:`Loan`."""
-        return Loan(self)
+    @asynccontextmanager
+    async def connection(self) -> AsyncIterator[Connection]:
+        """Lend an idle connection, or a new one, to the block. Raise the errors of :meth:`connect`.
 
-    async def take(self) -> Connection:
-        """Return an idle connection, or a new one, for :meth:`put_back` to take back. Raise the errors of :meth:`connect`."""
+        An error that says nothing of the connection leaves it as it was, and any other one closes it. A lost connection closes
+        all idle ones, which are lost as well.
+        """
+        connection = await self._idle_or_new()
+        try:
+            yield connection
+        except BaseException as error:
+            is_lost = type(error) is MailboxConnectionError
+            if is_lost or not isinstance(error, MainspringError):
+                await self.drop(connection)
+            if is_lost:
+                await self.lose()
+            raise
+        finally:
+            if self._keeps and not connection.closed and connection.pgconn.transaction_status == TransactionStatus.IDLE:
+                self._idle.append(connection)
+            else:
+                await self.drop(connection)
+
+    async def _idle_or_new(self) -> Connection:
         while self._idle:
             connection = self._idle.pop()
+            self._unused = min(self._unused, len(self._idle))
             if connection.closed:
                 continue
             poll = select.poll()
@@ -266,21 +287,6 @@ class ConnectionPool:
             self._lost = True  # a connection that the server has ended has something to read
             connection.pgconn.finish()
         return await self.connect()
-
-    async def put_back(self, connection: Connection, error: BaseException | None) -> None:
-        """Keep a connection for the next call, or close it: after an error, in a transaction, or where enough are idle.
-
-        A lost connection closes all idle ones, which are lost as well.
-        """
-        usable = error is None or isinstance(error, BlockedError)
-        if not usable or connection.closed or connection.pgconn.transaction_status != TransactionStatus.IDLE:
-            await self.drop(connection)
-        elif self._keeps and len(self._idle) < MAX_IDLE:
-            self._idle.append(connection)
-        else:
-            connection.pgconn.finish()
-        if type(error) is MailboxConnectionError:
-            await self.lose()
 
     async def run(
         self,
@@ -309,7 +315,7 @@ class ConnectionPool:
             self._in_flight.add(out)
             try:
                 with scope:
-                    async with Loan(self, turn or self._turns) as connection:
+                    async with turn or self._turns, self.connection() as connection:
                         scope.deadline = deadline - self.cancel_timeout
                         out.connection = connection
                         results = await execute(connection, statements)
@@ -320,7 +326,11 @@ class ConnectionPool:
             finally:
                 self._in_flight.discard(out)
             if scope.cancelled_caught:
-                await self.lose()
+                self.connected = False
+                if (
+                    out.connection is not None
+                ):  # else it waited for its turn, or for a new one, and the idle ones are not lost
+                    await self.lose()
                 raise _silent() if out.lost else no_answer(patience)
             break
         self.batches += 1
@@ -335,10 +345,11 @@ class ConnectionPool:
 
         A batch may wait for long, for example for a lock. So once one has waited for a while, a new connection is tried: the
         server is gone if it does not answer there either. A dead connection to a living server is found by the kernel
-        (``tcp_user_timeout``).
+        (``tcp_user_timeout``). The looks also close connections that are idle for long.
         """
         while True:
             await anyio.sleep(WATCH * self.silence)
+            await self._close_unused()
             until = anyio.current_time() - WATCH * self.silence
             if any(out.since <= until for out in self._in_flight) and not await self.is_answering():
                 for out in self._in_flight:
@@ -387,42 +398,17 @@ class ConnectionPool:
         self._lost, self.connected = True, False
         await self._drop_idle()
 
+    async def _close_unused(self) -> None:
+        too_many = min(self._unused, len(self._idle) - MAX_IDLE)
+        for connection in self._idle[: max(0, too_many)]:  # those in front were idle for longest
+            self._idle.remove(connection)
+            await self.drop(connection)
+        self._unused = len(self._idle)
+
     async def _drop_idle(self) -> None:
         idle, self._idle = self._idle, []
         for connection in idle:
             await self.drop(connection)
-
-
-@dataclass(eq=False, slots=True)
-class Loan:
-    """Lends a connection of a pool to the block. ``turn`` is waited for before, and held meanwhile."""
-
-    pool: ConnectionPool
-    turn: anyio.Semaphore | None = None
-    connection: Connection = field(init=False)
-
-    async def __aenter__(self) -> Connection:
-        if self.turn is not None:
-            try:
-                self.turn.acquire_nowait()
-            except anyio.WouldBlock:
-                await self.turn.acquire()
-        try:
-            self.connection = await self.pool.take()
-        except BaseException:
-            if self.turn is not None:
-                self.turn.release()
-            raise
-        return self.connection
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            await self.pool.put_back(self.connection, error)
-        finally:
-            if self.turn is not None:
-                self.turn.release()
 
 
 def no_answer(seconds: float, what: str = "") -> MailboxConnectionError:
@@ -436,16 +422,20 @@ def _silent() -> MailboxConnectionError:
     )
 
 
-class _ConflictError(MailboxConnectionError):
-    """Another transaction was in the way; nothing was done."""
-
-
 class RefusedError(MailboxError):
     """The server does not take a value; nothing was done."""
 
 
-class BlockedError(MailboxConnectionError):
-    """Another transaction was in the way for longer than the lock_timeout; nothing was done."""
+class GivenUpError(MailboxConnectionError):
+    """The server gave a statement up, and goes on with the connection; nothing was done."""
+
+
+class _ConflictError(GivenUpError):
+    """Another transaction was in the way."""
+
+
+class BlockedError(GivenUpError):
+    """Another transaction was in the way for longer than the lock_timeout."""
 
 
 def _remedy(text: str) -> str | None:
@@ -459,7 +449,8 @@ def _unreached(error: Exception) -> MailboxConnectionError:
     told = _QUESTION.sub(";", one_line(error)).rstrip(";")
     if re.search("Connection refused|No such file", told):  # of libpq there is only the text
         failed = ConnectionRefusedError()
-    return MailboxConnectionError(f"PostgreSQL cannot be reached: {told}{remedy(failed)}")
+    advice = _TOO_MANY if re.search("too many|connection slots", told) else remedy(failed)
+    return MailboxConnectionError(f"PostgreSQL cannot be reached: {told}{advice}")
 
 
 async def execute(connection: Connection, statements: Sequence[Statement]) -> list[list[tuple[Any, ...]]]:
@@ -496,24 +487,42 @@ async def _execute_in_pipeline(
 
 def translated(error: psycopg.Error) -> MainspringError:
     """Return what an error of the driver is to the user of a mailbox."""
+    told = _told(error)
     if error.sqlstate == DROPPED:
         return dropped("the mailbox")
+    if _is_lost(error):
+        return MailboxConnectionError(f"PostgreSQL: {told}")
+    if isinstance(
+        error, psycopg.errors.ReadOnlySqlTransaction
+    ):  # a new connection may lead to the server that may write
+        return MailboxConnectionError(f"PostgreSQL: {told}; let the URL lead to a server and a role that may write")
     if isinstance(error, psycopg.errors.LockNotAvailable):
-        return BlockedError(f"PostgreSQL: {one_line(error)}")
+        return BlockedError(f"PostgreSQL: {told}; end the transaction that holds the lock")
     if isinstance(error, _AGAIN):
-        return _ConflictError(one_line(error))
+        return _ConflictError(told)
     if isinstance(error, _MIGRATE):
         return ConfigError(
-            f"the database lacks what this Mainspring needs ({one_line(error)}); run `mainspring migrate URL`, or open with"
-            " migrate=true"
+            f"the database lacks what this Mainspring needs ({told}); run `mainspring migrate URL`, or open with migrate=true"
         )
     if isinstance(error, psycopg.errors.InsufficientPrivilege):
-        return ConfigError(f"the database refuses: {one_line(error)}; grant its role the right")
+        return ConfigError(f"the database refuses: {told}; grant its role the right")
     # Of these one is an OperationalError for the driver, though a value is too large for something, and will stay so.
-    is_away = isinstance(error, _AWAY) and not isinstance(error, psycopg.errors.ProgramLimitExceeded)
-    if is_away or error.diag.severity_nonlocalized in _ENDED:
-        return MailboxConnectionError(f"PostgreSQL: {one_line(error)}")
-    return RefusedError(f"PostgreSQL refused the operation: {one_line(error)}")
+    if isinstance(error, psycopg.OperationalError) and not isinstance(error, psycopg.errors.ProgramLimitExceeded):
+        advice = next((advice for kind, advice in _ADVICE.items() if isinstance(error, kind)), "")
+        return GivenUpError(f"PostgreSQL: {told}{advice}")
+    return RefusedError(f"PostgreSQL refused the operation: {told}")
+
+
+def _is_lost(error: psycopg.Error) -> bool:
+    if error.sqlstate is None:  # of the driver
+        return isinstance(error, (psycopg.OperationalError, psycopg.InterfaceError))
+    return error.sqlstate.startswith(_CONNECTION) or error.diag.severity_nonlocalized in _ENDED
+
+
+def _told(error: psycopg.Error) -> str:
+    """Return what the server says, without the places in its functions."""
+    said = error.diag
+    return one_line("\n".join(filter(None, (said.message_primary, said.message_detail, said.message_hint))) or error)
 
 
 def as_mailbox_error(error: psycopg.Error) -> MainspringError:

@@ -77,10 +77,12 @@ class Polling:
     :param interval: seconds between two polls; None: what fits the notifications.
     """
 
-    __slots__ = ("due", "empty_at", "empty_until", "interval", "number", "polls", "quick")
+    __slots__ = ("asks_first", "due", "empty_at", "empty_until", "interval", "number", "polls", "quick")
 
-    def __init__(self, number: int, interval: float | None) -> None:
+    def __init__(self, number: int, interval: float | None, *, asks_first: bool) -> None:
         self.number = number
+        self.asks_first = asks_first
+        """True if its receives wait for the first poll before they claim: one poll does for all that opened together."""
         self.due = math.inf
         """Instant of the next poll, on anyio's clock."""
         self.polls = 0
@@ -91,6 +93,11 @@ class Polling:
         self.empty_at = -1
         self.empty_until = -math.inf
         """Until this instant the mailbox is known to be empty, if the signals of its waiters are still ``empty_at``."""
+
+    def must_claim(self) -> None:
+        """Note that nothing is known of the mailbox, and that no poll can be waited for."""
+        self.asks_first = False
+        self.found_empty(-1, -math.inf)
 
     def found_empty(self, signals: int, until: float) -> None:
         """Note that the mailbox was empty when its waiters had had that number of signals. A poll comes by ``until``."""
@@ -168,6 +175,7 @@ class Polls:
         for mailbox, seen in zip(mailboxes, signals, strict=True):
             polling = mailbox.polling
             polling.polls += 1
+            polling.asks_first = False
             pending, due_in, newly_listening, moved, at = found.get(polling.number, (0, None, False, 0, polled_at))
             if pending is None:  # it was dropped
                 mailbox.waiters.signal_all()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import asynccontextmanager
 from contextvars import copy_context
 from dataclasses import replace
@@ -220,14 +219,14 @@ class PostgresBackend(BatchedBackend):
         shared = SharedPool.shared(self._conninfo, options.schema, options.timeout, options.silence, options.listen)
         shared.acquire()
         try:
-            self._store, self._number = await shared.prepare(self.name, options.migrate)
+            self._store, self._number, together = await shared.prepare(self.name, options.migrate)
         except BaseException:
             await shared.release()
             raise
         self._pool = shared
         self._ranks = {0}  # it may have been dropped since it was open last
         self.watermark = shared.watermark(self._number)
-        self.polling = Polling(self._number, options.poll_interval)
+        self.polling = Polling(self._number, options.poll_interval, asks_first=together)
         self.open_line(Waiters(self.begin_timers(scope)))
         self._reconnects = shared.connections.reconnects
         self._scope = scope
@@ -246,11 +245,15 @@ class PostgresBackend(BatchedBackend):
         undo: Callable[[Command], None] | None = None,
         resume: Callable[[], Awaitable[None]] | None = None,
     ) -> Batcher[Any]:
-        """Make a batcher and start its task. Those for sends are made by the first one: many mailboxes only receive."""
+        """Make a batcher. Those for sends are made by the first one: many mailboxes only receive."""
         name = f"mailbox {self.name!r}"
-        batcher = Batcher(execute, resume=resume, undo=undo, name=name)
+
+        def start() -> None:
+            run = partial(self._scope.start_soon, batcher.run, name=f"{name} batches", stop=batcher.stop)
+            self._context.run(run)
+
+        batcher = Batcher(execute, resume=resume, undo=undo, start=start, name=name)
         self._batchers.append(batcher)
-        self._context.run(partial(self._scope.start_soon, batcher.run, name=f"{name} batches", stop=batcher.stop))
         return batcher
 
     def sweep_in(self, seconds: float) -> None:
@@ -408,11 +411,14 @@ class PostgresBackend(BatchedBackend):
         self, max_messages: int, visibility_timeout: float, wait_time_seconds: float
     ) -> list[ClaimedMessage]:
         if wait_time_seconds < self._pool.polls.interval(self):  # no poll would come in that time
-            self.polling.found_empty(-1, -math.inf)
+            self.polling.must_claim()
         return await super().claim(max_messages, visibility_timeout, wait_time_seconds)
 
     async def claim_once(self, limit: int, visibility: float, *, waits: bool) -> list[ClaimedMessage]:
         polls, polling = self._pool.polls, self.polling
+        if waits and polling.asks_first:
+            polls.poll_in(self, 0.0)
+            return []
         is_empty = self.waiters.signals == polling.empty_at and self._now() <= polling.empty_until
         if waits and polls.listening and is_empty:
             found: list[ClaimedMessage] = []

@@ -31,12 +31,13 @@ MAX_TRANSACTIONS = 10
 class _JointOpening:
     """Mailboxes that are opened together, and what came of it: the store's identity and their numbers, or an error."""
 
-    __slots__ = ("error", "names", "opened")
+    __slots__ = ("error", "is_over", "names", "opened")
 
     def __init__(self) -> None:
         self.names: set[str] = set()
         self.opened: tuple[str, dict[str, int]] | None = None
         self.error: MainspringError | None = None
+        self.is_over = False
 
 
 class SharedPool:
@@ -53,7 +54,7 @@ class SharedPool:
         self.polls = Polls(self.connections, schema)
         self.listener = PostgresListener(self.connections, schema, self.polls)
         self._openings: dict[bool, _JointOpening] = {}
-        self._opening = anyio.Lock()
+        self._opening: anyio.Event | None = None  # set when the opening that is under way ends
         self._users = 0
         self._watermarks: dict[int, Watermark] = {}
         self._numbers: dict[str, int] = {}
@@ -126,8 +127,9 @@ class SharedPool:
 
     # --------------------------------------------------------------------------------------------------------- opening
 
-    async def prepare(self, name: str, may_migrate: bool) -> tuple[str, int]:
-        """Make sure that the schema is usable. Return the store's identity and the number of the mailbox of that name.
+    async def prepare(self, name: str, may_migrate: bool) -> tuple[str, int, bool]:
+        """Make sure that the schema is usable. Return the store's identity, the number of the mailbox of that name, and whether
+        others open together with it.
 
         Of the callers that come while another one does so, the first does it for all of them. If it is cancelled or runs out
         of time, the next one does.
@@ -138,21 +140,23 @@ class SharedPool:
         deadline = anyio.current_time() + connections.timeout
         try:
             with anyio.fail_after(connections.timeout):
-                async with self._opening:
-                    await self._open_together(together, may_migrate, deadline)
+                while not together.is_over:
+                    if self._opening is not None:
+                        await self._opening.wait()
+                    else:
+                        await self._open_together(together, may_migrate, deadline)
         except TimeoutError:
             raise no_answer(connections.timeout) from None
         if together.error is not None:
             raise copied(together.error)
         assert together.opened is not None
         store, numbers = together.opened
-        return store, numbers[name]
+        return store, numbers[name], len(numbers) > 1
 
     async def _open_together(self, together: _JointOpening, may_migrate: bool, deadline: float) -> None:
-        if together.opened is not None or together.error is not None:
-            return
         if self._openings.get(may_migrate) is together:
             del self._openings[may_migrate]
+        ended = self._opening = anyio.Event()
         try:
             together.opened = await schemas.prepare(
                 self.connections, self.schema, may_migrate, together.names, deadline
@@ -161,6 +165,10 @@ class SharedPool:
             if anyio.current_time() >= deadline - self.connections.cancel_timeout:
                 raise  # out of time
             together.error = error
+        finally:
+            together.is_over = together.opened is not None or together.error is not None
+            self._opening = None
+            ended.set()  # for all that wait at once: each may have little time left
 
     # --------------------------------------------------------------------------------------------------------- waiting
 
