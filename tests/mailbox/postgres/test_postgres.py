@@ -20,7 +20,7 @@ from mainspring.mailbox.backend import MailboxStatistics
 from mainspring.mailbox.message import CancelOutcome, Counts
 from mainspring.mailbox.postgres import schema as schemas
 from mainspring.mailbox.postgres.commands import RESET_AFTER, Watermark
-from mainspring.mailbox.postgres.connection import RefusedError
+from mainspring.mailbox.postgres.connection import ValueRefusedError
 from mainspring.mailbox.postgres.mailbox import PostgresMailbox
 from mainspring.mailbox.postgres.schema import worth_a_vacuum
 from mainspring.mailbox.postgres.values import Blobs, Floats, Integers, Longs, Shorts, Texts, array, register
@@ -204,7 +204,7 @@ async def test_a_value_the_server_refuses_harms_no_neighbour(place):
     async with place.mailbox() as mailbox:
         place.execute("""ALTER TABLE SCHEMA.messages ADD CHECK (body <> '"refused"'::bytea)""")
         first, refused, last = await outcomes(*(partial(mailbox.send, body) for body in ("a", "refused", "b")))
-        assert type(refused) is RefusedError
+        assert type(refused) is ValueRefusedError
         found = await mailbox.receive(max_messages=9)
         assert [(message.id, message.body) for message in found] == [(first, "a"), (last, "b")]
 
@@ -228,7 +228,7 @@ async def test_a_refusal_whose_end_comes_late_is_told_as_what_it_is(place, monke
         message, neighbour = await mailbox.receive(max_messages=2)
         refused, done = await outcomes(lambda: message.dead_letter("refused"), neighbour.acknowledge)
         assert hidden
-        assert (type(refused), done) == (RefusedError, None)
+        assert (type(refused), done) == (ValueRefusedError, None)
 
 
 async def test_a_message_larger_than_a_row_fails_only_its_own_send(place, monkeypatch):

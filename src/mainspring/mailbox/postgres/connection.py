@@ -299,8 +299,9 @@ class ConnectionPool:
         """Execute the statements in one transaction and one round trip, and give each its rows.
 
         Raise :class:`MailboxConnectionError` if the server cannot be reached or does not answer in time; then the statements
-        may have taken effect. After any other error they have had none: :class:`BlockedError` for a lock_timeout,
-        :class:`ConfigError` for a missing schema or right, :class:`RefusedError` for a value that the server does not take.
+        may have taken effect. After any other error they have had none: :class:`GivenUpError` for a limit of the server's, as
+        its statement_timeout, :class:`BlockedError` for its lock_timeout, :class:`ConfigError` for a missing schema or right,
+        :class:`ValueRefusedError` for a value that the server does not take.
         Cancelled, or out of time, it cancels the query on the server.
 
         :param turn: held meanwhile, waiting included in ``timeout``; None: one of those for :data:`MAX_BATCHES`.
@@ -422,7 +423,7 @@ def _silent() -> MailboxConnectionError:
     )
 
 
-class RefusedError(MailboxError):
+class ValueRefusedError(MailboxError):
     """The server does not take a value; nothing was done."""
 
 
@@ -510,7 +511,7 @@ def translated(error: psycopg.Error) -> MainspringError:
     if isinstance(error, psycopg.OperationalError) and not isinstance(error, psycopg.errors.ProgramLimitExceeded):
         advice = next((advice for kind, advice in _ADVICE.items() if isinstance(error, kind)), "")
         return GivenUpError(f"PostgreSQL: {told}{advice}")
-    return RefusedError(f"PostgreSQL refused the operation: {told}")
+    return ValueRefusedError(f"PostgreSQL refused the operation: {told}")
 
 
 def _is_lost(error: psycopg.Error) -> bool:

@@ -10,7 +10,7 @@ import anyio
 from mainspring.core.clock import loop_clock
 from mainspring.errors import MailboxConnectionError
 from mainspring.mailbox.postgres.commands import LOCK_WAIT, PostgresSend
-from mainspring.mailbox.postgres.connection import BlockedError, RefusedError
+from mainspring.mailbox.postgres.connection import BlockedError, ValueRefusedError
 from mainspring.mailbox.postgres.values import stored_key
 from mainspring.runtime.retry import Retries
 
@@ -89,7 +89,7 @@ class DedupSends:
             await self._transact(sends, LOCK_WAIT)
         except BlockedError:
             await self._each_key(sends)
-        except RefusedError as error:
+        except ValueRefusedError as error:
             await self._apart(sends, error)
 
     async def _each_key(self, sends: list[PostgresSend]) -> None:
@@ -114,10 +114,10 @@ class DedupSends:
             return
         try:
             await self._transact(sends, SHORT_LOCK_WAIT, apart=True)
-        except RefusedError as error:
+        except ValueRefusedError as error:
             await self._apart(sends, error)
 
-    async def _apart(self, sends: list[PostgresSend], error: RefusedError) -> None:
+    async def _apart(self, sends: list[PostgresSend], error: ValueRefusedError) -> None:
         """Store each by itself, because one has a value that the server does not take."""
         if len(sends) == 1:
             sends[0].error = error
@@ -131,7 +131,7 @@ class DedupSends:
             await self._transact([send], SHORT_LOCK_WAIT)
         except BlockedError:
             send.blocked = True
-        except RefusedError as error:
+        except ValueRefusedError as error:
             send.error = error
 
 

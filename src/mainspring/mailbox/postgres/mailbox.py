@@ -26,7 +26,7 @@ from mainspring.mailbox.postgres.commands import (
     Settle,
     StatementBatch,
 )
-from mainspring.mailbox.postgres.connection import ConnectionPool, RefusedError
+from mainspring.mailbox.postgres.connection import ConnectionPool, ValueRefusedError
 from mainspring.mailbox.postgres.dedup import DedupSends
 from mainspring.mailbox.postgres.listener import QUICK_POLLS, Polling
 from mainspring.mailbox.postgres.pool import SharedPool
@@ -309,14 +309,14 @@ class PostgresBackend(BatchedBackend):
         """Execute commands together; if one has a value that the server does not take, each by itself."""
         try:
             await self._transact(commands)
-        except RefusedError:
+        except ValueRefusedError:
             if len(commands) == 1:
                 raise
             for command in commands:
                 command.error = None
                 try:
                     await self._transact([command])
-                except RefusedError as its_own:
+                except ValueRefusedError as its_own:
                     command.error = its_own
 
     async def _transact(self, commands: Sequence[Command], lock_wait: float = LOCK_WAIT, apart: bool = False) -> None:

@@ -18,7 +18,7 @@ from mainspring.core.package_files import read_package_file
 from mainspring.errors import ConfigError, MainspringError
 from mainspring.mailbox.backend import TRANSIENT, TRANSIENT_LIFE
 from mainspring.mailbox.postgres.commands import Statement, call
-from mainspring.mailbox.postgres.connection import RefusedError, no_answer, translated
+from mainspring.mailbox.postgres.connection import ValueRefusedError, no_answer, translated
 from mainspring.mailbox.postgres.settings import SCHEMA
 from mainspring.mailbox.postgres.values import Texts, array
 from mainspring.redaction import one_line
@@ -151,7 +151,7 @@ async def _connected(
             raise no_answer(pool.timeout) from None
         except psycopg.Error as error:
             known = translated(error)
-            if isinstance(known, RefusedError):
+            if isinstance(known, ValueRefusedError):
                 known = ConfigError(f"the schema {schema!r} cannot be made: {one_line(error)}")
             raise known from error
 
