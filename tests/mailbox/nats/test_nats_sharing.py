@@ -51,6 +51,12 @@ def elsewhere(work, *arguments) -> None:
     anyio.run(work, *arguments)
 
 
+async def use(box) -> None:
+    """Open a mailbox, and close it."""
+    async with box:
+        await box.counts()
+
+
 # -------------------------------------------------------------------------------------------------- how many there are
 
 
@@ -228,6 +234,18 @@ async def test_a_login_that_is_refused_from_now_on_is_told_to_all(anyio_backend)
 
 
 # ------------------------------------------------------------------------------------------------------------- opening
+
+
+async def test_a_mailbox_that_is_there_is_opened_with_one_question(here, line):
+    """It asks for all that it has before it knows of any."""
+    async with here.box(over=line):
+        pass
+    answers = line.hold_answers("$JS.API.STREAM.INFO.*", count=-1)
+    asked = line.watch("$JS.API.CONSUMER.INFO.*", count=3)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(use, here.box(over=line))
+        await asked.full()
+        answers.open()
 
 
 async def test_openers_that_are_cancelled_leave_nothing_half_open(here, line):

@@ -166,23 +166,31 @@ class Store:
     # ------------------------------------------------------------------------------------------------------- set-up
 
     async def ensure(self, names: Names) -> float:
-        """Create the missing streams and consumers of a mailbox. Return the ack wait of its queue."""
-        connection = self.connection
+        """Create the missing streams and consumers of a mailbox. Return the ack wait of its queue.
+
+        It takes one round trip if none is missing.
+        """
         configs = names.configs(replicas=self._replicas, storage=self._storage)
-        found = await connection.request_all([Request(f"$JS.API.STREAM.INFO.{config['name']}") for config in configs])
-        for config, answer in zip(configs, found, strict=True):
+        consumers = names.consumers(self.ack_wait)
+        about_streams = [Request(f"$JS.API.STREAM.INFO.{config['name']}") for config in configs]
+        about_consumers = [Request(f"$JS.API.CONSUMER.INFO.{stream}.{CONSUMER}") for stream, _ in consumers]
+        found = await self.connection.request_all([*about_streams, *about_consumers])
+        streams, found_consumers = found[: len(configs)], found[len(configs) :]
+        made = False
+        for config, answer in zip(configs, streams, strict=True):
             known = _parse_unless(answer, NO_STREAM)
             if known is None:
+                made = True
                 known = await self._make(f"STREAM.CREATE.{config['name']}", config)
             else:
                 known = await self._upgrade(config, known)
             check_stream(config, known["config"])
             if config["name"] == self.names.queue:
                 self._note_identity(known)
+        if made:  # meanwhile another process may have made the consumers, with an ack wait of its own
+            found_consumers = await self.connection.request_all(about_consumers)
         ack_wait = self.ack_wait
-        consumers = names.consumers(self.ack_wait)
-        requests = [Request(f"$JS.API.CONSUMER.INFO.{stream}.{CONSUMER}") for stream, config in consumers]
-        for (stream, config), answer in zip(consumers, await connection.request_all(requests), strict=True):
+        for (stream, config), answer in zip(consumers, found_consumers, strict=True):
             known = _parse_unless(answer, NO_CONSUMER)
             if known is None:
                 request = {"stream_name": stream, "config": config}
