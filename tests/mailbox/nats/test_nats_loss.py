@@ -12,7 +12,7 @@ from mainspring.errors import ReceiptHandleExpiredError
 from mainspring.mailbox.dead_letters import DeadLetterView
 from mainspring.mailbox.message import Counts
 from mainspring.mailbox.nats.mailbox import NatsMailbox
-from nats_support import one, place, several, until_it_works
+from nats_support import GET, one, place, several, until_it_works
 from servers import NatsServer
 
 pytestmark = [
@@ -131,6 +131,26 @@ async def test_each_call_finds_deleted_streams_again(here, call):
     async with here.box() as box:
         await here.server.delete(*here.names().streams)
         assert await does(box) == result
+
+
+async def test_what_is_deleted_while_the_rest_is_made_anew_is_made_anew_too(here):
+    """The call that makes it anew has seen it."""
+    line, names = await here.line(), here.names()
+    async with here.box(over=line) as box, anyio.create_task_group() as tasks:
+        seen = line.hold_answers(f"$JS.API.STREAM.INFO.{names.dead}")
+        await here.server.delete(names.queue)
+        tasks.start_soon(box.send, "x")
+        await seen.full()
+        await here.server.delete(names.dead)
+
+        async def look():
+            assert await box.dead_letters() == []
+
+        asks = line.watch(GET + names.dead)
+        tasks.start_soon(look)
+        await asks.full()
+        await anyio.sleep(0.1)
+        seen.open()
 
 
 async def test_a_batch_into_deleted_streams_is_stored(here):

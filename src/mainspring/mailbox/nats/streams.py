@@ -223,15 +223,22 @@ class Store:
             raise _as_mailbox_error(error) from error
 
     async def recreate(self, error: MailboxError) -> None:
-        """Create again what a call found missing, as ``error`` says. Raise ``error`` if the mailbox's owner has dropped it."""
+        """Create again what a call found missing, as ``error`` says. Raise ``error`` if the mailbox's owner has dropped it.
+
+        Calls that failed before one of them began to look do it together. A later one may miss what was there then.
+        """
         if self._dropped:
             raise error
         recreations = self._recreations
         async with self._recreating:
             if recreations == self._recreations:
                 await anyio.sleep(REMOVAL_DELAY)
-                await self.ensure(self.names)
                 self._recreations += 1
+                try:
+                    await self.ensure(self.names)
+                except BaseException:
+                    self._recreations -= 1  # the next one tries
+                    raise
                 self.connection.end_pulls()  # they wait for consumers that are not there any more
 
     async def check_identity(self) -> None:
