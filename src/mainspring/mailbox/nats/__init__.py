@@ -23,7 +23,8 @@ was not answered is "unsure", and the same settlement succeeds when it is made a
 background; recovery then repairs what a killed server has forgotten (``scheduler.py``).
 
 The mailboxes of a process and event loop share one connection (``shared_client.py``). Each has requests, pull requests and
-subscriptions of its own on it. A mailbox that closes ends only these.
+subscriptions of its own on it. A mailbox that closes ends only these. What one asks for or may not do must not cost the others
+the connection: so what may be on its way at once is bounded, and a subscription that is refused ends only what waits on it.
 
 A message's way: ``mailbox.py`` (the backend), ``sends.py``, ``streams.py``, ``connection.py``, ``client.py`` (the driver), and
 back through ``claims.py`` and ``settlements.py``.

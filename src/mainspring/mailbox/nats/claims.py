@@ -182,14 +182,12 @@ class Claims:
 
     async def _pull(self, limit: int, lasts: float) -> list[RawMessage]:
         """Return what one pull brings. Without an end (0) the server ends it at once if it has nothing to deliver."""
-        end = b',"expires":%d' % nanoseconds(lasts) if lasts else b""
         await self._store.check_identity()  # what is leased from now on counts if the queue was made anew
         puller = await self._store.connection.puller()
         if self._stopped:
             return []
         try:
-            request = b'{"batch":%d,"no_wait":true%b}' % (limit, end)
-            return await puller.pull(self._next, request, limit, lasts, self._undo_pull)
+            return await puller.pull(self._next, limit, lasts, self._undo_pull)
         except GoneError as error:
             await self._store.recreate(error)
             raise
@@ -206,7 +204,7 @@ class Claims:
         while empty < 2 and probes < _PROBES:
             probes += 1
             puller = await self._store.connection.puller()
-            found = await puller.pull(self._next, b'{"batch":1,"no_wait":true}', 1, 0.0, _leave_leased)
+            found = await puller.pull(self._next, 1, 0.0, _leave_leased)
             await self._undo_claim(found, young=YOUNG)
             empty += not found or Arrival.of(found[0]).deliveries == 1  # redeliveries come first
         await self._undo_claim(broken_off.take(), young=0.0)

@@ -84,9 +84,17 @@ def refuses_login(error: Exception) -> bool:
 
 
 def denied_subject(error: Exception) -> str | None:
-    """Return the subject, in small letters, that the server does not allow this user. No other answer will come."""
-    found = re.search(r'permissions violation for (?:publish|subscription) to "([^"]+)"', message_of(error).lower())
+    """Return the subject that the server does not allow this user. No other answer will come."""
+    found = re.search(r'(?i:permissions violation for (?:publish|subscription) to) "([^"]+)"', message_of(error))
     return found[1] if found else None
+
+
+_TOO_MANY_SUBSCRIPTIONS = "maximum subscriptions exceeded"
+
+
+def refuses_subscription(error: Exception) -> bool:
+    """True if the server has refused a subscription, of which it does not say which, as this user has too many."""
+    return _TOO_MANY_SUBSCRIPTIONS in message_of(error).lower()
 
 
 def no_connection(name: str, servers: Sequence[str], refusals: Sequence[Exception]) -> MainspringError:
@@ -273,9 +281,15 @@ class QuickParser(Parser):
         elif kind == b"INFO":
             await client._process_info(json.loads(line[4:]))  # noqa: SLF001
         elif kind == b"-ERR":
-            await client._process_err(line[4:].strip().decode("utf-8", "replace").lower())  # noqa: SLF001
+            await client._process_err(line[4:].strip().decode("utf-8", "replace"))  # noqa: SLF001
         elif kind != b"+OK":
             raise UnreadableError(f"{line[:60]!r}")
+
+
+def _size(headers: dict[str, str]) -> int:
+    """Return the bytes of headers on their way, which count as part of the payload."""
+    lines = (len(name.encode()) + len(value.encode()) + len(b": \r\n") for name, value in headers.items())
+    return len(_LINE) + 2 * len(_END) + sum(lines)
 
 
 _made: Callable[[tuple[bytes, bytes, bytes, bytes]], RawMessage] = partial(tuple.__new__, RawMessage)
@@ -453,6 +467,8 @@ class StrictClient(Client):
 
         All that is published in one turn of the event loop is written at once.
         """
+        if headers is not None and _size(headers) + len(payload) > self._max_payload:  # the driver leaves them out
+            raise MaxPayloadError
         if headers is not None or self._flush_queue is None or not self.is_connected:
             await super().publish(subject, payload, reply, headers)
             return
@@ -495,12 +511,15 @@ class StrictClient(Client):
         return None
 
     async def _process_err(self, err_msg: str) -> None:
-        """Handle an error that the server sends. It hangs up then, unless the user may not do something.
+        """Handle an error that the server sends. It hangs up then, unless the user may not do something, or no more of it.
 
-        The driver would close the connection for good, but for these two; it is made anew instead.
+        The driver would close the connection for good after most of them; it is made anew instead.
         """
-        if STALE_CONNECTION in err_msg or PERMISSIONS_ERR in err_msg:
-            await super()._process_err(err_msg)
+        told = err_msg.lower()
+        if STALE_CONNECTION in told:
+            await super()._process_err(told)
+        elif PERMISSIONS_ERR in told or _TOO_MANY_SUBSCRIPTIONS in told:
+            await self._error_cb(Error(f"nats: {err_msg}"))
         else:
             await self._process_op_err(Error(f"the server said {err_msg or 'an error without words'}"))
 

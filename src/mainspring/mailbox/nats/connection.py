@@ -22,6 +22,7 @@ from mainspring.mailbox.nats.client import (
     parse,
     translated,
 )
+from mainspring.mailbox.nats.records import nanoseconds
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -65,7 +66,10 @@ class NatsConnection:
         self.opening = anyio.CancelScope()
         """The scope of opening, with its deadline. It has no effect any more once the mailbox is open."""
         self._pending: dict[int, tuple[Any, float, str]] = {}
-        self._denied: NotAllowedError | None = None
+        self._is_deaf = False
+        """True if the server has dropped the subscription to the answers."""
+        self._bounds_pulls = True
+        """False once there was a message that is larger than a portion."""
         self._count = 0
         self._timer: Any = None
         self.pullers: set[Puller] = set()
@@ -96,6 +100,11 @@ class NatsConnection:
     def max_payload(self) -> int:
         """Bytes of the largest payload that the server takes, as of the latest connection."""
         return self._shared.max_payload
+
+    @property
+    def portion(self) -> int | None:
+        """Bytes that a pull may bring, of several messages together; None for any number."""
+        return self._shared.portion if self._bounds_pulls else None
 
     def __repr__(self) -> str:
         return f"<NatsConnection {self._name!r} asked {len(self._pending)} pulls {len(self.pullers)}>"
@@ -150,24 +159,46 @@ class NatsConnection:
         self.on_silence(self._lost_error())
 
     def deny(self, subject: str) -> None:
-        """Fail the requests whose answers this user may not receive, as it may not use ``subject`` (in small letters)."""
+        """Fail the requests whose answers this user may not receive, as it may not use ``subject`` any more, or never could.
+
+        A subscription to it is gone: the server does not make it anew when the user may use it again.
+        """
         error = NotAllowedError(
             f"{self._name}: the NATS server does not let this user use {subject!r}; grant the user what a mailbox uses"
         )
-        if subject == f"{self._inbox}*".lower():
-            self._denied = error
-        for token, (future, _, asked) in list(self._pending.items()):
-            if (self._denied is not None or asked.lower() == subject) and not future.done():
-                del self._pending[token]
-                future.set_result(_NoAnswer(error))
+        self._is_deaf = self._is_deaf or subject == f"{self._inbox}*"
+        self._fail_requests(error, None if self._is_deaf else subject)
         for puller in list(self.pullers):
-            if puller.source.lower() == subject:
+            if subject in (puller.source, puller.subject):
                 puller.end(error)
+        for puller in [idle for idle in self.idle if idle.subject == subject]:
+            self.idle.remove(puller)
+            puller.forget()
+
+    def refuse_subscription(self) -> None:
+        """Fail what may wait in vain: the server has refused a subscription, the latest of some mailbox."""
+        error = MailboxConnectionError(
+            f"{self._name}: the NATS server allows this user no more subscriptions; raise max_subscriptions on the server, or"
+            " in the account, or open fewer mailboxes in one process"
+        )
+        if len(self._listeners) == 1:  # the one to the answers: it is being opened
+            self._fail_requests(error)
+        for puller in list(self.pullers):
+            if not puller.has_ended:
+                puller.end(error)
+
+    def _fail_requests(self, error: MailboxError, subject: str | None = None) -> None:
+        """Fail the requests that are out; only those to ``subject``, if there is one."""
+        for token, (future, _, asked) in list(self._pending.items()):
+            if subject in (None, asked):
+                del self._pending[token]
+                if not future.done():
+                    future.set_result(_NoAnswer(error))
         self.check_quiet()
 
     def lose(self) -> None:
         """Fail what is out: the connection is lost."""
-        self._denied = None
+        self._is_deaf = False
         self._fail_all(self._lost_error())
 
     def came_back(self) -> None:
@@ -179,6 +210,21 @@ class NatsConnection:
         told = f": {self._shared.last_error}" if self._shared.last_error else ""
         return MailboxConnectionError(f"{self._name}: the connection to the NATS server is lost{told}")
 
+    def pull_error(self, status: str, told: str) -> MailboxConnectionError:
+        """Return the error for a pull request that the server has ended with that status."""
+        if status == "503":
+            return NoResponderError(
+                f"{self._name}: no stream answers: try again, as what was deleted is made anew, or turn JetStream on"
+            )
+        if "MaxWaiting" in told:
+            return MailboxConnectionError(
+                f"{self._name}: the consumer of the queue lets no more receives wait, of all processes together; raise its"
+                " max_waiting, or let fewer loops receive"
+            )
+        return PullEndedError(
+            f"{self._name}: the NATS server ended a pull request ({status} {told}): try again, as what was deleted is made anew"
+        )
+
     def failure(self, error: Exception) -> MainspringError:
         """Translate an exception of the driver."""
         told = describe(error)
@@ -188,15 +234,11 @@ class NatsConnection:
 
     def _fail_all(self, error: MailboxError) -> None:
         self.epoch += 1
-        asked, self._pending = self._pending, {}
-        for future, _, _ in asked.values():
-            if not future.done():
-                future.set_result(_NoAnswer(error))
+        self._fail_requests(error)
         for puller in list(self.pullers):
             puller.end(error)
         while self.idle:
             self.idle.pop().forget()
-        self.check_quiet()
 
     @property
     def driver(self) -> StrictClient | None:
@@ -274,8 +316,8 @@ class NatsConnection:
             yield
 
     async def _start(self, subject: str, payload: bytes, headers: dict[str, str] | None) -> tuple[int, Any]:
-        if self._denied is not None:
-            raise NotAllowedError(*self._denied.args)
+        if self._is_deaf:
+            await self._listen_for_answers()
         self._count += 1
         token = self._count
         future = self.loop.create_future()
@@ -349,10 +391,35 @@ class NatsConnection:
         for puller in list(self.pullers):
             puller.end()
 
+    def begin_pull(self, puller: Puller) -> None:
+        """Count a pull as under way."""
+        self.pullers.add(puller)
+        self._shared.pulls += 1
+
+    def finish_pull(self, puller: Puller) -> None:
+        """Undo :meth:`begin_pull`."""
+        self.pullers.discard(puller)
+        self._shared.pulls -= 1
+        self.check_quiet()
+
+    def unbound_pulls(self) -> None:
+        """Let a pull bring any number of bytes from now on."""
+        self._bounds_pulls = False
+
     async def listen(self, subject: str, callback: Callable[[RawMessage], object]) -> None:
         """Call ``callback``, which may not wait, with what is published on a subject, also after a reconnection."""
         self._subscriptions.append(await self.client.listen(subject, callback))
         self._listeners.append((subject, callback))
+
+    async def _listen_for_answers(self) -> None:
+        """Subscribe to the answers once more. If this user may still not do so, the server says so, see :meth:`deny`."""
+        self._is_deaf = False
+        client = self.client
+        try:
+            await client.unlisten(self._subscriptions[0])
+            self._subscriptions[0] = await client.listen(*self._listeners[0])
+        except Exception as error:
+            raise self.failure(error) from error
 
     async def listen_on(self, client: StrictClient) -> list[Subscription]:
         """Listen to the same with a client that takes the place of the present one. Return the subscriptions."""
@@ -381,15 +448,19 @@ class Puller:
         self._messages: list[RawMessage] = []
         self._wanted = 0
         self.source = ""
+        """The subject of its latest pull request."""
+        self.subject = ""
+        """The subject on which it waits for messages."""
+        self.has_ended = False
+        """True if a pull has ended by itself: its subscription was accepted."""
         self._ended: Any = None
-        self._arrived: Callable[[], object] | None = None
 
     async def open(self, client: StrictClient) -> None:
         """Subscribe."""
         self._client = client
-        self._subject = client.new_inbox()
+        self.subject = client.new_inbox()
         try:
-            self.subscription = await client.listen(self._subject, self._on_message)
+            self.subscription = await client.listen(self.subject, self._on_message)
         except Exception as error:
             raise self._connection.failure(error) from error
 
@@ -410,12 +481,14 @@ class Puller:
     async def pull(
         self,
         subject: str,
-        request: bytes,
         wanted: int,
         lasts: float,
         undo: Callable[[Puller], Awaitable[None]],
     ) -> list[RawMessage]:
         """Send a pull request and return what arrives until it ends: by itself, within ``lasts`` seconds, or by :meth:`end`.
+
+        It ends by itself if it has brought ``wanted`` messages, or a portion of large ones. Without a time (0) the server ends
+        it at once if it has nothing to deliver.
 
         A pull that the server does not end in time, but has not lost, returns what has arrived. If the call is
         cancelled, or the pull is ended, ``undo`` is called under a shield, to put back what has arrived or still arrives.
@@ -427,12 +500,12 @@ class Puller:
         self.source = subject
         epoch = connection.epoch
         self._ended = loop.create_future()
-        connection.pullers.add(self)
+        connection.begin_pull(self)
         timer = loop.call_later(lasts + OVERDUE, self._finish, _OVERDUE)
         ended: Any = _UNFINISHED
         come: list[RawMessage] = []
         try:
-            await connection.publish(subject, request, self._subject)
+            await connection.publish(subject, _pull_request(wanted, lasts, connection.portion), self.subject)
             ended = await self._ended
             if ended is _OVERDUE:
                 await self._check_consumer(subject)
@@ -441,10 +514,10 @@ class Puller:
             timer.cancel()
             if ended is not _DONE:
                 await self._withdraw(undo)
-            connection.pullers.discard(self)
-            connection.check_quiet()
+            connection.finish_pull(self)
         messages, self._messages = self._messages, []
         if ended is _DONE:
+            self.has_ended = True
             if epoch == connection.epoch:
                 connection.idle.append(self)
             else:  # lost just now
@@ -485,18 +558,22 @@ class Puller:
         status, told = message.status
         if status in ("404", "408"):
             self._finish(_DONE)
-        elif status == "503":
-            self._finish(NoResponderError("no stream or consumer answers: it was deleted, or JetStream is off"))
+        elif "MaxBytes" in told:
+            if not self._messages:
+                self._connection.unbound_pulls()
+            self._finish(_DONE)
         elif status != "100":
-            kind: type[MailboxConnectionError] = PullEndedError
-            if "MaxWaiting" in told:
-                kind = MailboxConnectionError
-                told = "the consumer of the queue lets no more receives wait, of all processes together (max_waiting)"
-            self._finish(kind(f"the NATS server ended a pull request: {status} {told}"))
+            self._finish(self._connection.pull_error(status, told))
 
     def _finish(self, how: Any) -> None:
         if self._ended is not None and not self._ended.done():
             self._ended.set_result(how)
+
+
+def _pull_request(wanted: int, lasts: float, portion: int | None) -> bytes:
+    most = b"" if portion is None else b',"max_bytes":%d' % portion
+    end = b',"expires":%d' % nanoseconds(lasts) if lasts else b""
+    return b'{"batch":%d,"no_wait":true%b%b}' % (wanted, most, end)
 
 
 class _Sign:

@@ -79,9 +79,8 @@ class Scheduler:
                 await retries.pause()
 
     async def _pull(self) -> None:
-        request = b'{"batch":%d,"no_wait":true,"expires":%d}' % (_BATCH, nanoseconds(LONGEST_PULL))
         puller = await self._store.connection.puller()
-        messages = await puller.pull(self._next, request, _BATCH, LONGEST_PULL, self._nak_at_once)
+        messages = await puller.pull(self._next, _BATCH, LONGEST_PULL, self._nak_at_once)
         if messages:
             await self._handle([Arrival.of(message) for message in messages])
 

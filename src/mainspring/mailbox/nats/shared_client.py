@@ -17,7 +17,8 @@ from nats.errors import StaleConnectionError
 from mainspring.core import process
 from mainspring.errors import describe
 from mainspring.mailbox.limits import CLOSE_TIMEOUT, COURTESY
-from mainspring.mailbox.nats.client import RefusedError, StrictClient, denied_subject
+from mainspring.mailbox.nats.client import RefusedError, StrictClient, denied_subject, refuses_subscription
+from mainspring.mailbox.nats.records import RESERVED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,6 +36,9 @@ PING_SHARE: Final = 0.3
 MAX_CREATIONS: Final = 2
 """Streams and consumers that are being created at once. The server does these one after another, each takes milliseconds, and
 no other call of the connection is answered meanwhile."""
+ROOM: Final = 32 * 2**20
+"""Bytes of messages that may be on their way to the mailboxes of a connection. A server that has 64 MiB (``max_pending``) for
+a process that does not read them hangs up, on all mailboxes. What they had been sent would come again when its leases end."""
 
 
 class SharedClient:
@@ -51,6 +55,8 @@ class SharedClient:
         if credentials is not None:
             self._options["user_credentials"] = credentials
         self.creations = anyio.Semaphore(MAX_CREATIONS)
+        self.pulls = 0
+        """Pull requests under way, of all members."""
         self._silence = silence
         self._max_payload = 0
         self._turn = anyio.Lock()
@@ -75,6 +81,11 @@ class SharedClient:
             self._max_payload = self.client.max_payload
         return self._max_payload
 
+    @property
+    def portion(self) -> int:
+        """Bytes that one pull may bring: its share of :data:`ROOM`, or a message of the largest size."""
+        return max(ROOM // max(1, self.pulls), self.max_payload + RESERVED)
+
     # ------------------------------------------------------------------------------------------------------- members
 
     async def join(self, member: NatsConnection) -> StrictClient:
@@ -86,7 +97,7 @@ class SharedClient:
         refused = self._refused
         with anyio.fail_after(self.timeout):
             async with self._turn:
-                if not self.is_connected:
+                while not self.is_connected:  # the last member may leave, or the connection be lost, in the meantime
                     if self._refused is not None and self._refused is not refused:
                         raise RefusedError(self._refused.refusals)
                     await self._connect()
@@ -162,12 +173,14 @@ class SharedClient:
         )
 
     def _note_error(self, error: Exception) -> None:
-        subject = denied_subject(error)
-        if subject is None:
+        subject, too_many = denied_subject(error), refuses_subscription(error)
+        if subject is None and not too_many:
             self.last_error = "it does not answer" if isinstance(error, TimeoutError) else describe(error)
         for member in list(self._members):
             if subject is not None:
                 member.deny(subject)
+            if too_many:
+                member.refuse_subscription()
             if isinstance(error, StaleConnectionError):
                 member.fell_silent()
 

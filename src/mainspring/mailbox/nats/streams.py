@@ -21,6 +21,7 @@ from mainspring.mailbox.nats.client import NO_CONSUMER, NO_STREAM, ApiError, Gon
 from mainspring.mailbox.nats.connection import NatsConnection, Request
 from mainspring.mailbox.nats.names import CONSUMER, Names, check_stream, upgraded
 from mainspring.mailbox.nats.records import Record, dead_headers, decode, token_of
+from mainspring.mailbox.nats.shared_client import ROOM
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -286,11 +287,11 @@ class Store:
         return read(await self.connection.request(*request))
 
     async def _call_all(
-        self, read: Callable[[RawMessage], _Read], requests: Sequence[Request]
+        self, read: Callable[[RawMessage], _Read], requests: Sequence[Request], window: int = WINDOW
     ) -> list[_Read | MailboxError]:
         results: list[_Read | MailboxError] = []
-        for start in range(0, len(requests), WINDOW):
-            some = requests[start : start + WINDOW]
+        for start in range(0, len(requests), window):
+            some = requests[start : start + window]
             found = [_each(read, answer) for answer in await self.connection.request_all(some)]
             gone = [place for place, result in enumerate(found) if isinstance(result, GoneError)]
             if gone:
@@ -352,8 +353,10 @@ class Store:
         return await self._call(_stored, _get(stream, {"last_by_subj": subject}))
 
     async def last_all(self, stream: str, subjects: Sequence[str]) -> list[Stored | MailboxError | None]:
-        """Return the messages of subjects, all requests at once."""
-        return await self._call_all(_stored, [_get(stream, {"last_by_subj": subject}) for subject in subjects])
+        """Return the messages of subjects, as many requests at once as the connection has room for the largest answers."""
+        requests = [_get(stream, {"last_by_subj": subject}) for subject in subjects]
+        largest = 2 * self.connection.max_payload  # in base64
+        return await self._call_all(_stored, requests, max(1, ROOM // max(1, largest)))
 
     async def next(self, stream: str, sequence: int, subject: str) -> Stored | None:
         """Return the first message from number ``sequence`` on."""
