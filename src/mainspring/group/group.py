@@ -111,7 +111,7 @@ class LoopGroup:
             guardian=guardian,
             on_crash=on_crash,
         )
-        from mainspring.group.managed_loop import actors_of  # it brings the events, which the name alone has no use for
+        from mainspring.group.managed_loop import actors_of  # late: it imports the events, so the class alone is quick
 
         self.actors: Sequence[LoopActor] = actors_of(loops)
         """Its loops as actors, which serve control messages while the group runs."""
@@ -186,7 +186,7 @@ class LoopGroup:
     async def _run(
         self, *, owner: bool, keywords: dict[str, Any], until_empty: bool, ready: Callable[[], object]
     ) -> ShutdownReport:
-        from mainspring.group.lifetime import Lifetime  # all that a group starts: only one that runs has use for it
+        from mainspring.group.lifetime import Lifetime  # late: only a group that runs needs it
         from mainspring.telemetry import logs
 
         if self._lifetime is not None:
@@ -423,7 +423,7 @@ class LoopGroup:
         A loop that does not answer in time is reported so. Cancelled, it leaves nothing behind. See
         :func:`~mainspring.worker.actor.check_health`.
         """
-        from mainspring.worker.actor import check_health  # as above: its actors have imported it
+        from mainspring.worker.actor import check_health  # late, as above; the actors have imported it
 
         return await check_health(self.actors, timeout)
 

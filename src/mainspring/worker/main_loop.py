@@ -195,7 +195,7 @@ class MainLoop:
             raise ConfigError(
                 f"loop {self.name!r}: max_iterations must be a whole number from 0, or None, not {max_iterations!r}"
             )
-        from mainspring.worker.worker import Worker  # the engine: a program that only sends has no use for it
+        from mainspring.worker.worker import Worker  # late: a program that only sends does not need it
 
         worker = Worker(
             self.name,
@@ -251,7 +251,7 @@ class MainLoop:
         """Ask for a shutdown and return: everything :meth:`shutdown` does before it waits. Callable from any thread or
         signal handler."""
         if (actor := self.actor) is not None:
-            from mainspring.worker.control import DrainRequest  # an actor has imported it
+            from mainspring.worker.control import DrainRequest  # late, and quick: the actor has imported it
 
             actor.tell(DrainRequest())
         else:
