@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import anyio
 import psycopg
 import pytest
 from psycopg.pq import Format
 
-from mainspring import InvalidParameterError
+from mainspring import ConfigError, InvalidParameterError
 from mainspring.mailbox.postgres.values import Texts, array, register
 
 pytestmark = pytest.mark.anyio
@@ -49,6 +50,31 @@ async def test_text_is_what_it_was(place, monkeypatch, encoding, by, anyio_backe
     finally:
         if by == "database":
             place.execute(f"DROP DATABASE {place.schema} WITH (FORCE)")
+
+
+@pytest.mark.slow
+async def test_a_name_that_the_database_cannot_keep_harms_no_mailbox_that_opens_with_it(place, anyio_backend):
+    url = place.url.rpartition("/")[0] + f"/{place.schema}"
+    place.execute(f"CREATE DATABASE {place.schema} TEMPLATE template0 ENCODING 'LATIN1' LC_COLLATE 'C' LC_CTYPE 'C'")
+    opened, refused = [], []
+
+    async def open_one(name):
+        try:
+            async with place.mailbox(name, url=url) as mailbox:
+                await mailbox.send("x")
+                opened.append(name)
+        except ConfigError as error:
+            refused.append(str(error))
+
+    try:
+        async with anyio.create_task_group() as tasks:
+            for name in ("a", "b", "日本", "c", "d"):
+                tasks.start_soon(open_one, name)
+        assert sorted(opened) == ["a", "b", "c", "d"]
+        (text,) = refused
+        assert text.startswith("the database cannot keep the name '日本': character with byte sequence")
+    finally:
+        place.execute(f"DROP DATABASE {place.schema} WITH (FORCE)")
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)

@@ -447,11 +447,11 @@ def _remedy(text: str) -> str | None:
 def _unreached(error: Exception) -> MailboxConnectionError:
     """Return the error of a connection that could not be made: what failed, and what to do about it."""
     failed: BaseException = error.__cause__ if isinstance(error.__cause__, OSError) else error
-    told = _QUESTION.sub(";", one_line(error)).rstrip(";")
-    if re.search("Connection refused|No such file", told):  # of libpq there is only the text
+    said = _QUESTION.sub(";", one_line(error)).rstrip(";")
+    if re.search("Connection refused|No such file", said):  # of libpq there is only the text
         failed = ConnectionRefusedError()
-    advice = _TOO_MANY if re.search("too many|connection slots", told) else remedy(failed)
-    return MailboxConnectionError(f"PostgreSQL cannot be reached: {told}{advice}")
+    advice = _TOO_MANY if re.search("too many|connection slots", said) else remedy(failed)
+    return MailboxConnectionError(f"PostgreSQL cannot be reached: {said}{advice}")
 
 
 async def execute(connection: Connection, statements: Sequence[Statement]) -> list[list[tuple[Any, ...]]]:
@@ -488,30 +488,29 @@ async def _execute_in_pipeline(
 
 def translated(error: psycopg.Error) -> MainspringError:
     """Return what an error of the driver is to the user of a mailbox."""
-    told = _told(error)
+    what = told(error)
     if error.sqlstate == DROPPED:
         return dropped("the mailbox")
     if _is_lost(error):
-        return MailboxConnectionError(f"PostgreSQL: {told}")
-    if isinstance(
-        error, psycopg.errors.ReadOnlySqlTransaction
-    ):  # a new connection may lead to the server that may write
-        return MailboxConnectionError(f"PostgreSQL: {told}; let the URL lead to a server and a role that may write")
+        return MailboxConnectionError(f"PostgreSQL: {what}")
+    if isinstance(error, psycopg.errors.ReadOnlySqlTransaction):
+        # It counts as a lost connection: a new one may lead to the server that may write.
+        return MailboxConnectionError(f"PostgreSQL: {what}; let the URL lead to a server and a role that may write")
     if isinstance(error, psycopg.errors.LockNotAvailable):
-        return BlockedError(f"PostgreSQL: {told}; end the transaction that holds the lock")
+        return BlockedError(f"PostgreSQL: {what}; end the transaction that holds the lock")
     if isinstance(error, _AGAIN):
-        return _ConflictError(told)
+        return _ConflictError(what)
     if isinstance(error, _MIGRATE):
         return ConfigError(
-            f"the database lacks what this Mainspring needs ({told}); run `mainspring migrate URL`, or open with migrate=true"
+            f"the database lacks what this Mainspring needs ({what}); run `mainspring migrate URL`, or open with migrate=true"
         )
     if isinstance(error, psycopg.errors.InsufficientPrivilege):
-        return ConfigError(f"the database refuses: {told}; grant its role the right")
+        return ConfigError(f"the database refuses: {what}; grant its role the right")
     # Of these one is an OperationalError for the driver, though a value is too large for something, and will stay so.
     if isinstance(error, psycopg.OperationalError) and not isinstance(error, psycopg.errors.ProgramLimitExceeded):
         advice = next((advice for kind, advice in _ADVICE.items() if isinstance(error, kind)), "")
-        return GivenUpError(f"PostgreSQL: {told}{advice}")
-    return ValueRefusedError(f"PostgreSQL refused the operation: {told}")
+        return GivenUpError(f"PostgreSQL: {what}{advice}")
+    return ValueRefusedError(f"PostgreSQL refused the operation: {what}")
 
 
 def _is_lost(error: psycopg.Error) -> bool:
@@ -520,7 +519,7 @@ def _is_lost(error: psycopg.Error) -> bool:
     return error.sqlstate.startswith(_CONNECTION) or error.diag.severity_nonlocalized in _ENDED
 
 
-def _told(error: psycopg.Error) -> str:
+def told(error: psycopg.Error) -> str:
     """Return what the server says, without the places in its functions."""
     said = error.diag
     return one_line("\n".join(filter(None, (said.message_primary, said.message_detail, said.message_hint))) or error)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from mainspring.core import process
-from mainspring.errors import MainspringError, copied
+from mainspring.errors import ConfigError, MainspringError, copied
 from mainspring.mailbox.postgres import schema as schemas
 from mainspring.mailbox.postgres.commands import Statement, Watermark, call_text
 from mainspring.mailbox.postgres.connection import ConnectionPool, no_answer
@@ -35,7 +35,7 @@ class _JointOpening:
 
     def __init__(self) -> None:
         self.names: set[str] = set()
-        self.opened: tuple[str, dict[str, int]] | None = None
+        self.opened: tuple[str, dict[str, int | ConfigError]] | None = None
         self.error: MainspringError | None = None
         self.is_over = False
 
@@ -151,7 +151,10 @@ class SharedPool:
             raise copied(together.error)
         assert together.opened is not None
         store, numbers = together.opened
-        return store, numbers[name], len(numbers) > 1
+        number = numbers[name]
+        if isinstance(number, ConfigError):
+            raise copied(number)
+        return store, number, len(numbers) > 1
 
     async def _open_together(self, together: _JointOpening, may_migrate: bool, deadline: float) -> None:
         if self._openings.get(may_migrate) is together:

@@ -18,10 +18,9 @@ from mainspring.core.package_files import read_package_file
 from mainspring.errors import ConfigError, MainspringError
 from mainspring.mailbox.backend import TRANSIENT, TRANSIENT_LIFE
 from mainspring.mailbox.postgres.commands import Statement, call
-from mainspring.mailbox.postgres.connection import ValueRefusedError, no_answer, translated
+from mainspring.mailbox.postgres.connection import ValueRefusedError, no_answer, told, translated
 from mainspring.mailbox.postgres.settings import SCHEMA
 from mainspring.mailbox.postgres.values import Texts, array
-from mainspring.redaction import one_line
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable
@@ -89,8 +88,11 @@ async def _has_schema(connection: AsyncConnection[Any], schema: str) -> bool:
 
 async def prepare(
     pool: ConnectionPool, schema: str, may_migrate: bool, names: Iterable[str], deadline: float
-) -> tuple[str, dict[str, int]]:
-    """Make sure that the schema has this version and is usable. Return the store's identity and the numbers of mailboxes."""
+) -> tuple[str, dict[str, int | ConfigError]]:
+    """Make sure that the schema has this version and is usable. Return the store's identity and the numbers of mailboxes.
+
+    A name that the database cannot keep has an error instead.
+    """
     async with _connected(pool, schema, deadline) as connection:
         version = await version_of(connection, schema)
         check_not_newer(version, schema)
@@ -103,7 +105,20 @@ async def prepare(
             await migrate(connection, schema)
         await _check_settings(connection)
         store = await store_of(connection, schema)
-        return store, dict(await call(connection, schema, "mailboxes_named", array(Texts, sorted(names))))
+        return store, await _numbers(connection, schema, sorted(names))
+
+
+async def _numbers(connection: AsyncConnection[Any], schema: str, names: list[str]) -> dict[str, int | ConfigError]:
+    """Return the number of the mailbox of each name, or the error of a name that the database cannot keep."""
+    try:
+        return dict(await call(connection, schema, "mailboxes_named", array(Texts, names)))
+    except psycopg.DataError as error:
+        if len(names) == 1:
+            return {names[0]: ConfigError(f"the database cannot keep the name {names[0]!r}: {told(error)}")}
+    found: dict[str, int | ConfigError] = {}
+    for name in names:
+        found |= await _numbers(connection, schema, [name])
+    return found
 
 
 async def migrate_at(pool: ConnectionPool, schema: str, dry_run: bool) -> tuple[int, int]:
@@ -152,7 +167,7 @@ async def _connected(
         except psycopg.Error as error:
             known = translated(error)
             if isinstance(known, ValueRefusedError):
-                known = ConfigError(f"the schema {schema!r} cannot be made: {one_line(error)}")
+                known = ConfigError(f"the schema {schema!r} cannot be made: {told(error)}")
             raise known from error
 
 
