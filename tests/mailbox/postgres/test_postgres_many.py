@@ -163,6 +163,23 @@ async def test_a_call_that_waits_for_its_turn_in_vain_costs_no_connection(place)
 
 
 @pytest.mark.slow
+async def test_a_call_that_takes_too_long_costs_the_others_no_connection(place):
+    """The server has answered to its cancellation."""
+    pool = ConnectionPool(place.url, timeout=20)
+    pool.keep_open()
+    processes = []
+    process = Statement(b"SELECT pg_backend_pid()", (), processes.extend)
+    async with pool.connection():
+        await pool.run([process])
+    with pytest.raises(MailboxConnectionError, match="did not answer within 6 s"):
+        await pool.run([Statement(b"SELECT pg_sleep(60)", ())], 6)
+    assert pool.connected
+    await pool.run([process])
+    assert processes == processes[:1] * 2
+    await pool.close()
+
+
+@pytest.mark.slow
 async def test_one_poll_asks_for_all_that_wait(place):
     three = a, b, c = [place.mailbox(name) for name in "abc"]
     async with a, b, c, receiving(a), receiving(b), receiving(c):

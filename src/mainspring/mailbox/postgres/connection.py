@@ -87,6 +87,8 @@ class Connection(psycopg.AsyncConnection[Any]):
     """
 
     is_expendable = False
+    was_cancelled = False
+    """True if the server has answered to the last cancellation."""
     cancel_timeout = CANCEL_TIMEOUT
     _transformer: Any = None
 
@@ -118,6 +120,7 @@ class Connection(psycopg.AsyncConnection[Any]):
         try:
             return await wait_async(gen, self.pgconn.socket, interval, *args, **keywords)
         except anyio.get_cancelled_exc_class():
+            self.was_cancelled = False
             if self.is_expendable:
                 self.pgconn.finish()
             elif self.pgconn.transaction_status == TransactionStatus.ACTIVE:
@@ -126,7 +129,6 @@ class Connection(psycopg.AsyncConnection[Any]):
 
     async def _cancel_query(self, gen: Any) -> None:
         """Cancel the query on the server. Close the connection if the server does not confirm it in time."""
-        ended = False
         with anyio.CancelScope(shield=True, deadline=anyio.current_time() + self.cancel_timeout):
             try:
                 if capabilities.has_cancel_safe():
@@ -134,12 +136,12 @@ class Connection(psycopg.AsyncConnection[Any]):
                 else:  # which would be done in the event loop's default executor
                     await anyio.to_thread.run_sync(self.cancel, abandon_on_cancel=True, limiter=CapacityLimiter(1))
                 await wait_async(gen, self.pgconn.socket, interval=0.1)
-                ended = True
+                self.was_cancelled = True
             except psycopg.errors.QueryCanceled:
-                ended = True
+                self.was_cancelled = True
             except (psycopg.Error, OSError):
                 pass
-        if not ended:
+        if not self.was_cancelled:
             self.pgconn.finish()
 
 
@@ -327,10 +329,10 @@ class ConnectionPool:
             finally:
                 self._in_flight.discard(out)
             if scope.cancelled_caught:
-                self.connected = False
-                if (
-                    out.connection is not None
-                ):  # else it waited for its turn, or for a new one, and the idle ones are not lost
+                # The idle connections are lost if the server has not even answered to a cancellation on this one.
+                if out.connection is None:
+                    self.connected = False
+                elif not out.connection.was_cancelled:
                     await self.lose()
                 raise _silent() if out.lost else no_answer(patience)
             break
