@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import apsw
 
 from mainspring.core import clock, random
+from mainspring.core.directory import open_directory
 from mainspring.errors import ConfigError, MailboxConnectionError, MailboxError, MainspringError
 from mainspring.mailbox.batched import Open
 from mainspring.mailbox.sqlite import schema as sql
@@ -112,7 +113,7 @@ class DatabaseFile:
     def run(self, commands: Sequence[Command], boot: Callable[[], float], wall: float) -> UnitOfWork | None:
         """Do all commands in one transaction and set their results and errors. Return None if nothing was committed."""
         try:
-            connection = self._connection or self._open()
+            connection = self._connection or self._open([command for command in commands if type(command) is Open])
             try:
                 work = self._commit(connection, commands, boot, wall, perform)
             except tuple(_TROUBLE):
@@ -197,10 +198,11 @@ class DatabaseFile:
             _close(connection)
 
     def rest(self, waited_on: Sequence[int]) -> None:
-        """Disconnect until the file is used again. The log is left as it is; what there is to claim is remembered."""
+        """Disconnect until the file is used again. What is in the log is left there; what there is to claim is remembered."""
         if self._connection is not None and self.inspect(waited_on) is not None:
-            self._connection.config(apsw.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, 1)
-            self._rested = True
+            if self._log_stat() is not None:
+                self._connection.config(apsw.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, 1)
+                self._rested = True
             self.close()
 
     def leave(self) -> None:
@@ -277,11 +279,20 @@ class DatabaseFile:
         """Return what is another after each commit, or None if the last one is too recent for that."""
         try:
             file = os.stat(self.path)
-            log = os.stat(f"{self.path}-wal")
+            log = self._log_stat()
         except OSError:
             return None
-        state = (file.st_dev, file.st_ino, log.st_ino, log.st_size, log.st_mtime_ns)
-        return state if has_settled(log.st_mtime_ns) else None
+        last = file if log is None else log
+        state = (file.st_dev, file.st_ino, last.st_ino, last.st_size, last.st_mtime_ns)
+        return state if has_settled(last.st_mtime_ns) else None
+
+    def _log_stat(self) -> os.stat_result | None:
+        """Return what the system says of the log, None if there is nothing in it."""
+        try:
+            log = os.stat(f"{self.path}-wal")
+        except FileNotFoundError:
+            return None
+        return log if log.st_size else None
 
     def _check_place(self) -> None:
         """Open the file anew if its path or that of its log names another one by now; raises where it is not the same file.
@@ -309,14 +320,15 @@ class DatabaseFile:
         except Exception as error:
             raise self._explain(error) from error
 
-    def _open(self) -> apsw.Connection:
+    def _open(self, first: Sequence[Command] = ()) -> apsw.Connection:
+        """Connect to the file. A new one is made with what the commands ``first`` do in it."""
         check_sqlite(apsw.sqlite_lib_version())
         directory = os.path.dirname(self.path)
         if not os.path.isdir(directory):
             raise ConfigError(f"the mailbox file {self.path} has no directory: make {directory} first")
         identity = self._identity
         if identity is None and not any(os.path.exists(f"{self.path}{suffix}") for suffix in ("", "-wal", "-journal")):
-            _make(self.path)
+            _make(self.path, first)
         inode = _inode(self.path)  # before it is connected: one that takes its place from now on is another one
         if identity is not None and inode != identity.inode:
             raise self._not_there("deleted" if inode is None else "replaced by another one")
@@ -454,41 +466,40 @@ def _roll_back(connection: apsw.Connection) -> None:
             connection.execute("ROLLBACK")
 
 
-def _make(path: str) -> None:
+def _make(path: str, first: Sequence[Command]) -> None:
     """Make a mailbox file that is whole from its first moment on; until then it has no name, and ends with this process.
 
     What prevents that, SQLite will tell; on a file system that has no files without a name, it makes the file.
     """
-    with contextlib.suppress(OSError):
-        folder = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            with open(os.open(".", os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC, 0o644, dir_fd=folder), "wb") as file:
-                file.write(_new_file(clock.boot_id()).replace(_NO_ID, random.token(FILE_ID_BITS).encode()))
-                file.flush()
-                os.fsync(file.fileno())
-                here = f"/proc/self/fd/{file.fileno()}"
-                os.link(
-                    here, path, dst_dir_fd=folder, follow_symlinks=True
-                )  # unless another process has made one meanwhile
-        finally:
-            os.close(folder)
+    with contextlib.suppress(OSError), open_directory(os.path.dirname(path)) as folder:
+        nameless = os.open(".", os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC, 0o644, dir_fd=folder)
+        with open(nameless, "wb") as file:
+            file.write(_new_file(first))
+            file.flush()
+            os.fsync(nameless)
+            # unless another process has made one meanwhile
+            os.link(f"/proc/self/fd/{nameless}", path, dst_dir_fd=folder, follow_symlinks=True)
 
 
-_NO_ID = b"?" * (FILE_ID_BITS // 4)
-
-
-@lru_cache(maxsize=1)
-def _new_file(boot: str) -> bytes:
-    """Return what is in a mailbox file that was just made, but for its id.
+def _new_file(first: Sequence[Command]) -> bytes:
+    """Return what is in a mailbox file that was just made, and in which the commands ``first`` were done.
 
     To have SQLite make each would take several waits for the disk.
     """
     with contextlib.closing(apsw.Connection(":memory:")) as connection:
-        connection.execute(sql.SCHEMA)
-        connection.execute(sql.START, (boot, _NO_ID.decode()))
+        connection.deserialize("main", _tables())
+        connection.execute(sql.START, (clock.boot_id(), random.token(FILE_ID_BITS)))
+        perform(connection, first, clock.boot_time(), clock.wall_clock()())
         content = bytearray(connection.serialize("main"))
     content[18:20] = b"\2\2"  # of the header: it has a write-ahead log
     return bytes(content)
+
+
+@lru_cache(maxsize=1)
+def _tables() -> bytes:
+    with contextlib.closing(apsw.Connection(":memory:")) as connection:
+        connection.execute(sql.SCHEMA)
+        return connection.serialize("main")
 
 
 def check_sqlite(version: str) -> None:

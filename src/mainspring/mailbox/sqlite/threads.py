@@ -38,7 +38,7 @@ WRITERS = 2
 HELD_UP = 0.05
 """Seconds for which files queue without a turn that ends, until there are more threads."""
 KEPT = 64
-"""How many connections a process keeps. Each takes some 300 KiB and three descriptors, and half a millisecond to open."""
+"""How many connections a process keeps. Each takes some 200 KiB and three descriptors, and half a millisecond to open."""
 IDLE = 5.0
 """Seconds after which a writer thread that has nothing to do ends, unless it is the last one."""
 INSPECT_EVERY = 1.0

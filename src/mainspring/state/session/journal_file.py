@@ -8,6 +8,7 @@ import os
 import shutil
 from typing import TYPE_CHECKING, NoReturn
 
+from mainspring.core.directory import open_directory
 from mainspring.core.loggers import Logger
 from mainspring.errors import ConfigError, JournalDamagedError, JournalError
 from mainspring.state.session.journal import Journal, check_directory, free_name, is_at, locked
@@ -53,7 +54,7 @@ class FileJournal(Journal):
             self._broken = ""
             self._size = self._mend()
             os.fsync(self._file)
-            with _directory(directory) as opened:
+            with open_directory(directory) as opened:
                 os.fsync(opened)
         except OSError as error:
             self.close()
@@ -159,7 +160,7 @@ class FileJournal(Journal):
         new_path = f"{self._real_path}.new"
         try:
             # Whatever needs a descriptor comes first: after the step that counts, there shall be little left that can fail.
-            with _directory(os.path.dirname(self._real_path)) as directory:
+            with open_directory(os.path.dirname(self._real_path)) as directory:
                 self._check_there()
                 file = self._written(new_path, data)
                 try:
@@ -249,12 +250,3 @@ def _write(file: int, data: bytes, at: int) -> None:
     while left:
         written = os.pwrite(file, left, at)
         left, at = left[written:], at + written
-
-
-@contextlib.contextmanager
-def _directory(path: str) -> Iterator[int]:
-    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield directory
-    finally:
-        os.close(directory)
