@@ -98,10 +98,31 @@ async def test_a_receive_on_a_file_that_rests_hears_of_its_own_process_and_of_an
         tasks.cancel_scope.cancel()
 
 
+async def test_a_socket_that_was_deleted_is_made_anew(tmp_path, anyio_backend, monkeypatch):
+    """By a cleaner of temporary files; until then what other processes send is seen by looking each second."""
+    monkeypatch.setattr("mainspring.mailbox.sqlite.threads.INSPECT_EVERY", 0.1)
+    sockets = tmp_path / "a.db-wake"
+    async with SQLiteMailbox(tmp_path / "a.db") as mailbox, anyio.create_task_group() as tasks:
+        received = []
+
+        async def receive():
+            while True:
+                received.extend(await mailbox.receive(wait_time_seconds=60))
+
+        tasks.start_soon(receive)
+        await until(sockets.is_dir)
+        shutil.rmtree(sockets)
+        await anyio.run_process([sys.executable, "-m", "mainspring", "send", mailbox.address, "1"])
+        await until(lambda: received and sockets.is_dir() and os.listdir(sockets))
+        tasks.cancel_scope.cancel()
+
+
 async def test_what_becomes_due_in_a_file_that_rests_is_received(many, tmp_path):
-    await many[0].send("later", delay=5)
     for mailbox in many[1:]:
         await mailbox.send("x")
+    await many[0].send("later", delay=5)
+    for mailbox in many[1:]:
+        await mailbox.counts()  # which waits for no disk
     await until(lambda: many[0].path not in open_files(tmp_path))
     assert await many[0].receive() == []
     with anyio.fail_after(60):
@@ -181,6 +202,52 @@ async def test_a_file_that_hangs_as_it_is_put_to_rest_holds_up_no_other(tmp_path
     finally:
         disk.free.set()
         disk.unregister()
+
+
+class CountedFiles(apsw.VFS):
+    """The system's files; counts how often a database was opened, and how often a file was written to the disk."""
+
+    def __init__(self):
+        super().__init__("counted", "unix", makedefault=True)
+        self.opened = self.synced = 0
+
+    def xOpen(self, name, flags):
+        self.opened += bool(flags[0] & apsw.SQLITE_OPEN_MAIN_DB)
+        return CountedFile(self, name, flags)
+
+
+class CountedFile(apsw.VFSFile):
+    def __init__(self, files, name, flags):
+        super().__init__("unix", name, flags)
+        self._files = files
+
+    def xSync(self, flags):
+        self._files.synced += 1
+        super().xSync(flags)
+
+
+async def test_files_in_which_nothing_was_sent_cost_no_flush_and_are_opened_once(tmp_path, anyio_backend, monkeypatch):
+    """What is in a new file at first was on the disk before it had a name."""
+    monkeypatch.setattr("mainspring.mailbox.sqlite.threads.KEPT", 1)
+    monkeypatch.setattr("mainspring.mailbox.sqlite.threads.INSPECT_EVERY", 0.05)
+    files = CountedFiles()
+    try:
+        async with AsyncExitStack() as stack:
+            many = [await stack.enter_async_context(SQLiteMailbox(tmp_path / f"{n}.db")) for n in range(4)]
+            await anyio.sleep(0.1)  # until the time of a change tells it from the next one
+            tasks = await stack.enter_async_context(anyio.create_task_group())
+            for mailbox in many:
+                assert await mailbox.receive() == []
+            await until(lambda: len(open_files(tmp_path)) == 1)
+            before = files.opened
+            for mailbox in many:
+                tasks.start_soon(partial(mailbox.receive, wait_time_seconds=60))
+            await anyio.sleep(0.5)  # several looks at the files
+            tasks.cancel_scope.cancel()
+        assert (files.opened, files.synced) == (before, 0)
+    finally:
+        files.unregister()
+    assert {name for name in os.listdir(tmp_path) if not name.endswith("-wake")} == {f"{n}.db" for n in range(4)}
 
 
 async def test_what_is_in_the_log_but_not_committed_is_seen_once_it_is(tmp_path, anyio_backend, monkeypatch):

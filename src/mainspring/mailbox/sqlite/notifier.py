@@ -15,12 +15,9 @@ import selectors
 import socket
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from mainspring.core import clock, random
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from mainspring.core.directory import open_directory
 
 NOTE_SIZE = 512
 """The most bytes that are read of a notification: that of a cancelled message has its id in it."""
@@ -52,7 +49,7 @@ class Notifier:
             return
         with (
             contextlib.suppress(OSError),
-            _opened(self.directory) as folder,
+            open_directory(self.directory) as folder,
             socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender,
         ):
             sender.setblocking(False)
@@ -64,6 +61,10 @@ class Notifier:
                         os.unlink(name, dir_fd=folder)
                 except OSError:  # it is being taken down, or has notifications enough
                     continue
+
+    def has(self, name: str) -> bool:
+        """True if a process can be notified under that name."""
+        return os.path.exists(f"{self.directory}/{name}")
 
     def _found(self) -> list[str]:
         """Return the names in the directory, which is read only where it has changed."""
@@ -189,7 +190,7 @@ class NotificationListener:
         new = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
         try:
             new.setblocking(False)
-            with _opened(directory) as folder:
+            with open_directory(directory) as folder:
                 new.bind(_address(folder, name))
             with self._lock:
                 self._selector.register(new, selectors.EVENT_READ)
@@ -211,15 +212,6 @@ def has_settled(changed: int) -> bool:
     """True if what changes from now on has another time than ``changed`` (nanoseconds, POSIX)."""
     seconds, rest = divmod(changed, 1_000_000_000)
     return seconds + (rest / 1e9 if rest else 1.0) + SETTLED < clock.wall_clock()()
-
-
-@contextlib.contextmanager
-def _opened(directory: str) -> Iterator[int]:
-    folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield folder
-    finally:
-        os.close(folder)
 
 
 def _address(folder: int, name: str) -> str:

@@ -257,6 +257,7 @@ class SharedFile:
             if type(command) is Listen:
                 self._listen(command.wanted)
         if Inspect in kinds:
+            self._mend_listening()
             self._inspect()
         if Rest in kinds:
             self.file.rest(self._waited_on())
@@ -378,6 +379,12 @@ class SharedFile:
         if self._watcher is not None and self._listens_as is not None:
             self._listens_as = None
             self._watcher.remove(self)
+
+    def _mend_listening(self) -> None:
+        """Listen under a new name if that in the directory was deleted, as by a cleaner of temporary files."""
+        if self._listens_as and not self._notifier.has(self._listens_as):
+            self._listen_no_longer()
+            self._listen(True)
 
     def _listener_wanted(self) -> bool:
         with self._lock:
