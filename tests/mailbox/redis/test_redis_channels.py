@@ -87,7 +87,7 @@ async def test_a_subscription_that_is_refused_is_tried_again_alone(here, waiting
 async def test_the_half_of_a_subscription_that_was_not_refused_does_not_pile_up(here, anyio_backend):
     async with line_to(here) as line, line.mailbox("refused") as mailbox:
         tries = Tries(line, here)
-        grant(here, here.key("?" * 16, "refused"))  # its own channels, and not that of all
+        grant(here, here.key("?" * 24, "refused"))  # its own channels, and not that of all
         await tries.more(6)
         assert len(here.channels("refused")) <= 1
         grant(here)

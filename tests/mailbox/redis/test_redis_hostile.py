@@ -125,6 +125,24 @@ async def test_what_is_sent_to_a_name_that_a_claim_wrote_on_the_list_as_its_conn
         assert (message.body, message.delivery_count, message.attempt) == ("x", 1, 1)
 
 
+async def test_what_comes_for_the_old_name_after_the_connection_was_made_again_is_not_taken_back(here, line, waiting):
+    """It is on the list still by that name: the server has not heard that the process is to leave it."""
+    async with line.mailbox() as mailbox, here.mailbox() as sender:
+        await waiting.start(mailbox)
+        line.calls.hold()
+        line.cut(LISTENER)
+        await soon(lambda: mailbox.statistics().reconnects and mailbox.statistics().connected)
+        await sender.send("x")
+        await anyio.sleep(0.02)  # by then it would have come
+        waiting.begin(mailbox)
+        await anyio.sleep(0.02)
+        line.calls.let_go()
+        await waiting.until(1)
+        await mailbox.counts()
+        assert [message.body for message in waiting.messages] == ["x"]
+        assert await sender.counts() == Counts(in_flight=1)
+
+
 async def test_a_process_that_is_on_the_list_by_a_claim_it_has_not_heard_of_leaves_it(here, line, waiting):
     """The server does not notice that its connection broke, and would send there whatever comes."""
     async with line.mailbox() as mailbox, here.mailbox() as sender:
@@ -206,6 +224,36 @@ async def test_a_listener_whose_calls_stay_elsewhere_looks_again(here, anyio_bac
         await soon(lambda: (old.names(), new.names()) == ([], [CALLS, LISTENER]))
         new.answers.let_go()
         await soon(lambda: mailbox.statistics().connected)
+
+
+async def test_a_mailbox_that_opens_as_the_listener_leaves_its_server_does_not_count_as_one_that_hears(here, waiting):
+    """The answer to its subscription comes from the server that was left: it fails to open, or hears."""
+
+    async def receive() -> None:
+        while not waiting.got:
+            with suppress(MailboxConnectionError):
+                async with sentinel.mailbox(here, "other") as other:
+                    waiting.got.append((other, await other.receive(wait_time_seconds=600)))
+
+    async with (
+        line_to(here) as old,
+        line_to(here) as new,
+        Sentinel(old.port) as sentinel,
+        sentinel.mailbox(here) as mailbox,
+        here.mailbox("other") as sender,
+    ):
+        old.news.hold()
+        waiting.group.start_soon(receive)
+        await old.news.arrived()
+        sentinel.primary = new.port
+        old.cut(CALLS)
+        for _ in range(2):
+            await outcomes(mailbox.counts)
+        await soon(lambda: LISTENER in new.names())
+        old.news.let_go()
+        await soon(lambda: here.waiters("other"))
+        await sender.send("x")
+        await waiting.until(1)
 
 
 @pytest.mark.slow
