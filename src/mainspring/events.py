@@ -80,10 +80,11 @@ class MessageFinished(Event):
     """A delivery ended. ``outcome``: acknowledged, retried, postponed (``Retry(charge=False)``, ``nack(charge=False)``),
     released, dead_lettered, kept (a dead letter that stays one), lost (the lease ran out), cancelled (by its id).
 
-    ``seconds`` is how long the handler ran. ``charged`` says of a retried one whether the attempt counts, and ``retry_in``
-    in how many seconds it comes again. Where there was an error, ``where`` is the line it came from, and ``error_type`` the
-    name of its class, unless that is Retry, Reject or ReplyError, which are instructions. ``queue_seconds`` is the time from
-    the send to the first delivery, a delay included; it is None of later deliveries.
+    ``seconds`` is how long the handler ran. ``began`` is False if the message was released before its handler began.
+    ``charged`` says of a retried one whether the attempt counts, and ``retry_in`` in how many seconds it comes again. Where
+    there was an error, ``where`` is the line it came from, and ``error_type`` the name of its class, unless that is Retry,
+    Reject or ReplyError, which are instructions. ``queue_seconds`` is the time from the send to the first delivery, a delay
+    included; it is None of later deliveries.
     """
 
     loop: str
@@ -99,6 +100,7 @@ class MessageFinished(Event):
     traceback: str = ""
     error_type: str | None = None
     queue_seconds: float | None = None
+    began: bool = True
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

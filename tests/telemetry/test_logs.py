@@ -54,7 +54,8 @@ CASES = [
     (finished("acknowledged", error="ReplyError: no"), "DEBUG", "message m1 done (ran 0.250 s): ReplyError: no"),
     (finished("retried", charged=False), "INFO", "message m1 to be tried again, not counted (ran 0.250 s)"),
     (finished("dead_lettered", error="E: a", where="b:7"), "ERROR", "after attempt 2 (ran 0.250 s): E: a, at b:7"),
-    (finished("released"), "INFO", "message m1 released"),
+    (finished("released"), "INFO", "message m1 released (ran 0.250 s)"),
+    (finished("released", began=False), "DEBUG", "message m1 released before it began"),
     (finished("kept"), "INFO", "message m1 stays among the dead letters"),
     (finished("lost"), "WARNING", "message m1 lost: another worker may have it now"),
     (events.SettlementFailed("indexer", "m1", "acknowledged", "E: a"), "WARNING", "could not be acknowledged and will come"),
@@ -231,6 +232,7 @@ def test_json_lines(stderr: Callable[[], list[str]]) -> None:
         "traceback": "",
         "error_type": None,
         "queue_seconds": None,
+        "began": True,
     }
     assert crashed["restart_in"] == 1.0
     assert "ValueError" in crashed["traceback"]

@@ -273,6 +273,7 @@ async def test_the_youngest_is_released_first_for_stores_that_put_each_before_al
         ended = record(loop, MessageNotAcknowledged)
         await anyio.sleep(0.3)
         assert [event.message_id for event in ended] == sent[:80:-1]
+        assert {(event.began, event.seconds) for event in ended} == {(False, 0.0)}
         loop.shutdown_timeout = 0
 
 
@@ -432,6 +433,17 @@ async def test_an_outage_charges_nothing_of_what_has_not_begun(end, made, action
     assert {attempt for _, attempt in ran} | {message.attempt for message in left} == {1}
     assert [job for job, _ in ran] + [message.body for message in left] == list(range(400))
     assert bool(left) is bool(end)
+
+
+async def test_after_failed_receives_it_begins_with_its_slots_alone(virtual_clock):
+    mailbox = FaultyMailbox()
+    await mailbox.send_many(range(400))
+    async with background(MainLoop(mailbox, sleeper(0.001))):
+        await anyio.sleep(0.3)
+        mailbox.always("claim", until(20.3, fail(DOWN)))
+        await settled(mailbox, within=100)
+    back = next(argument for at, call, argument in mailbox.calls if call == "claim" and at >= 20.3)
+    assert back[0] == 1
 
 
 async def test_a_release_that_hangs_is_given_up_and_the_message_comes_again(virtual_clock):

@@ -9,8 +9,9 @@ level      what
 CRITICAL   a handler that does not end although cancelled: the process is about to be killed
 ERROR      a crash, a stall, a dead letter, a run that did not end clean
 WARNING    what is tried again or mends itself: retries, lost leases, an unreachable mailbox, a failing check
-INFO       the life of groups and loops, messages released at a shutdown
-DEBUG      each message that starts, succeeds or is postponed, the short-lived states, the further tries at a mailbox
+INFO       the life of groups and loops, messages whose handlers a shutdown has ended
+DEBUG      each message that starts, succeeds, is postponed or released before it began, the short-lived states, the
+           further tries at a mailbox
 =========  =============================================================================================
 """
 
@@ -188,6 +189,8 @@ def _finished(event: events.MessageFinished) -> None:
         level, said = logging.INFO, f"to be tried again{again}, not counted"
     elif outcome == "retried":
         level, said = logging.WARNING, f"attempt {event.attempt} failed, to be tried again{again}"
+    elif outcome == "released" and not event.began:  # as many as were claimed ahead, whenever a handler is slow
+        level, said = logging.DEBUG, "released before it began"
     elif outcome == "released":
         level, said = logging.INFO, "released"
     elif outcome == "kept":

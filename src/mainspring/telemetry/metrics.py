@@ -221,7 +221,8 @@ class _Collector:
         figures = self._loops.get(event.loop) or self._figures(event.loop)
         outcome = event.outcome
         figures.outcomes[outcome] = figures.outcomes.get(outcome, 0) + 1
-        figures.took.add(event.seconds)
+        if event.began:
+            figures.took.add(event.seconds)
         if event.queue_seconds is not None:
             figures.in_queue.add(event.queue_seconds)
         if event.error_type is not None:

@@ -85,6 +85,8 @@ class Delivery:
     """A delivery with its lease and its signs of life. The watchdog sees it as one of its subjects."""
 
     phase: int = Phase.WAITING
+    began = True
+    """False if it was released before its handler began."""
     cause: Cause | None = None
     """Why the engine cancelled its handler."""
     error: BaseException | None = None

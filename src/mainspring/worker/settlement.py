@@ -100,7 +100,7 @@ class Settler:
                 message.id,
                 message.receipt_handle,
                 decision.outcome,
-                delivery.settling_since - delivery.started,
+                delivery.settling_since - delivery.started if delivery.began else 0.0,
                 message.attempt,
                 error=None if error is None else describe(error),
                 charged=returned is None or returned.charge,
@@ -109,6 +109,7 @@ class Settler:
                 traceback="" if fault is None else _trace_of(fault, settlement),
                 error_type=None if fault is None else type(fault).__qualname__,
                 queue_seconds=message.delivery.queue_seconds if message.delivery_count == 1 else None,
+                began=delivery.began,
             )
         )
 
@@ -306,6 +307,8 @@ class Completion:
     async def finish(self, delivery: Delivery, decision: Decision, *, begun: bool = False) -> None:
         """Write the outcome, or what came true instead, count it, and free the slot. ``begun``: its slot counts
         as free already."""
+        if delivery.phase == Phase.WAITING:
+            delivery.began = False
         if not begun:
             delivery.phase, delivery.settling_since = Phase.SETTLING, self._clock()
             self._heartbeat.beat()

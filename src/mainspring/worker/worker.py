@@ -324,7 +324,8 @@ class Worker:
             self._wake_slot()
 
     async def _pause_after(self, error: Exception, retries: Retries) -> None:
-        """Wait before the next try. The loop is not stalled meanwhile."""
+        """Wait before the next try. The loop is not stalled meanwhile, and its rate is not known afterwards."""
+        self._slots.ahead.begin_anew()
         pause = retries.failed()
         self.store_health.receive_failed(error, pause)
         await anyio.sleep(pause)
