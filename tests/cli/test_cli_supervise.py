@@ -309,6 +309,35 @@ def test_a_worker_that_has_handled_its_number_of_messages_is_replaced(tmp_path: 
     assert "restart 1 of" not in command.text
 
 
+SOMETIMES_SLOW = """
+from pathlib import Path
+
+import anyio
+
+from mainspring import LoopGroup, MainLoop, open_mailbox
+
+
+async def handle(number: int) -> None:
+    Path(f"done-{number}").touch()
+    if number % 100 == 99:
+        await anyio.sleep(0.25)  # what was claimed ahead goes back
+
+
+jobs = open_mailbox("sqlite:///jobs.db?name=jobs")
+group = LoopGroup([MainLoop(jobs, handle)], name="own")
+"""
+
+
+def test_messages_that_were_only_claimed_ahead_do_not_count_as_handled(tmp_path: Path) -> None:
+    write(tmp_path, SOMETIMES_SLOW)
+    run("send", "sqlite:///jobs.db?name=jobs", *map(str, range(1_000)), cwd=tmp_path)
+    with started("run", "app:group", "--max-messages-per-process", "500", cwd=tmp_path) as command:
+        command.expect(r"has handled 500 messages; starting another one$")
+        assert len(list(tmp_path.glob("done-*"))) >= 500
+        command.send(signal.SIGTERM)
+        assert command.wait() == 0
+
+
 def test_a_signal_that_meets_a_worker_which_is_being_replaced_is_no_second_one(tmp_path: Path) -> None:
     write(tmp_path, LEAKING)
     run("send", "sqlite:///jobs.db?name=jobs", "--", "-1", "1", cwd=tmp_path)

@@ -104,8 +104,7 @@ def _run_group(options: RunOptions, early: CommandSignals, link: ParentLink | No
     if link is not None:
         link.tell(stop_within=group.settings.stop_within, directories=loaded_directories())
         if options.max_messages_per_process is not None:
-            left = itertools.count(options.max_messages_per_process - 1, -1)
-            group.dispatcher.subscribe(MessageFinished, lambda _: next(left) or link.tell(used_up=True))
+            _tell_when_used_up(group, link, options.max_messages_per_process)
         if link.number == 2:  # where there are several, and once for all of them
             _warn_of_own_mailboxes(group)
     try:
@@ -123,6 +122,17 @@ def _run_group(options: RunOptions, early: CommandSignals, link: ParentLink | No
     if link is not None:
         link.tell(finished=report.reason not in {signum.name for signum in signal.Signals})
     return report.exit_status
+
+
+def _tell_when_used_up(group: LoopGroup, link: ParentLink, messages: int) -> None:
+    """Tell the supervisor once this number of messages was handled."""
+    left = itertools.count(messages - 1, -1)
+
+    def count_handled(event: MessageFinished) -> None:
+        if event.began and not next(left):
+            link.tell(used_up=True)
+
+    group.dispatcher.subscribe(MessageFinished, count_handled)
 
 
 def _warn_of_own_mailboxes(group: LoopGroup) -> None:

@@ -567,7 +567,7 @@ class Waiters:
             raise waiting.error
         return waiting
 
-    def _end_waits(self) -> float:
+    def _end_waits(self, overslept: float) -> float:
         now = anyio.current_time()
         for waiting in [waiting for waiting in self._line if waiting.deadline <= now]:
             self._line.remove(waiting)

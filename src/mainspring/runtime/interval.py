@@ -67,11 +67,11 @@ class Periodic:
 
 
 class Alarm:
-    """One of the :class:`Alarms`: calls ``step()``, a plain function that does not block, at the instants it asks for."""
+    """One of the :class:`Alarms`: calls ``step(overslept)``, which is a plain function, at the instants it asks for."""
 
     __slots__ = ("_alarms", "due", "step")
 
-    def __init__(self, alarms: Alarms, step: Callable[[], float]) -> None:
+    def __init__(self, alarms: Alarms, step: Callable[[float], float]) -> None:
         self._alarms = alarms
         self.step = step
         self.due = math.inf
@@ -88,7 +88,7 @@ class Alarm:
         self.step = _never
 
 
-def _never() -> float:
+def _never(overslept: float) -> float:
     return math.inf
 
 
@@ -98,13 +98,11 @@ class Alarms:
     def __init__(self) -> None:
         self._timer = Periodic(self._ring)
         self._tasks: TaskGroup | None = None
-        self.overslept = 0.0
-        """By how many seconds the alarm rings late that rings just now."""
         self._heap: list[tuple[float, int, Alarm]] = []
         self._numbers = count()
 
-    def alarm(self, step: Callable[[], float]) -> Alarm:
-        """Return a new alarm. ``step`` returns when to be called again; ``math.inf``: not before :meth:`Alarm.wake_by`."""
+    def alarm(self, step: Callable[[float], float]) -> Alarm:
+        """Return a new alarm. ``step(overslept)`` returns when to be called again, as that of a :class:`Periodic`."""
         return Alarm(self, step)
 
     async def run(self) -> None:
@@ -129,6 +127,5 @@ class Alarms:
             when, _, alarm = heappop(self._heap)
             if alarm.due == when:  # else it was put forward, and has rung
                 alarm.due = math.inf
-                self.overslept = now - when
-                alarm.wake_by(alarm.step())
+                alarm.wake_by(alarm.step(now - when))
         return self._heap[0][0] if self._heap else math.inf

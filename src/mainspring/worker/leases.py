@@ -79,7 +79,7 @@ class LeaseKeeper:
             if delivery.message_id in message_ids:
                 delivery.revoke()
 
-    def _look(self) -> float:
+    def _look(self, overslept: float) -> float:
         """Start what is due, and say when to look again: soon enough for a settlement that hangs."""
         now = anyio.current_time()
         due = now + SETTLE_TIMEOUT if self._deliveries else math.inf

@@ -100,7 +100,7 @@ class StoreHealth:
         with anyio.fail_after(SILENCE):
             await self._ask()
 
-    def _look(self) -> float:
+    def _look(self, overslept: float) -> float:
         if self._other is None:
             return math.inf
         if anyio.current_time() >= self._ask_at:

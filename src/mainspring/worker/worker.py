@@ -356,7 +356,7 @@ class Worker:
         self._releases.add(scope)
         self._tasks.start_soon(self._release, self._take_youngest(count), scope, name=f"{self.name} release")
 
-    def _release_overdue(self) -> float:
+    def _release_overdue(self, overslept: float) -> float:
         """Release messages that were claimed ahead and could not begin in time, for other workers. Return when to look again.
 
         If the event loop stood still, a handler has blocked it: then the messages get the time again.
@@ -364,7 +364,7 @@ class Worker:
         if not (self._backlog and self.admission.open):
             return math.inf
         now = self._clock()
-        due = now + OVERDUE if self._alarms.overslept >= AHEAD else self._backlog[0].started + OVERDUE
+        due = now + OVERDUE if overslept >= AHEAD else self._backlog[0].started + OVERDUE
         if now < due:
             return due
         self._release_soon(len(self._backlog))

@@ -459,7 +459,7 @@ class Batches:
         """Watch no call any more."""
         self._watch.end()
 
-    def _look_at_call(self) -> float:
+    def _look_at_call(self, overslept: float) -> float:
         if self._call is None:
             return math.inf
         now, deadline = self._now(), self._asked_at + self._timeout

@@ -423,7 +423,7 @@ class RedisBackend(BatchedBackend):
                 self._batcher.post(batched.Unclaim(found))
         return found if fetched else []
 
-    def _leave_idle(self) -> float:
+    def _leave_idle(self, overslept: float = 0.0) -> float:
         """Take this process off the list, as far as no receive waits."""
         waiters, subscription = self.waiters, self._subscription
         if subscription.listed and not waiters.active:
@@ -512,7 +512,7 @@ class RedisBackend(BatchedBackend):
 
     # ----------------------------------------------------------------------------------------------- what is due
 
-    def _sweep_due(self) -> float:
+    def _sweep_due(self, overslept: float) -> float:
         """Have the library wake the claims that wait. With unconfirmed operations a call of its own is made in any case."""
         now, interval = self._now(), self._options.fallback_interval
         if self._batches.unconfirmed or self._probes:
@@ -568,7 +568,7 @@ class RedisBackend(BatchedBackend):
         self._probes = self._probes or silent
         self._sweep_alarm.wake_by(self._now())
 
-    def _recovery_due(self) -> float:
+    def _recovery_due(self, overslept: float) -> float:
         interval = self._options.recovery_interval
         if self.waiters.closed:
             return math.inf

@@ -243,7 +243,7 @@ class SQLiteBackend(batched.BatchedBackend):
         if (when := self._now() + seconds) < self._sweep_alarm.due:
             self._sweep_alarm.wake_by(when)
 
-    def _sweep_due(self) -> float:
+    def _sweep_due(self, overslept: float) -> float:
         self.waiters.announced = math.inf
         if self.waiters.parked:
             self._scope.start_soon(self._sweep, name=f"mailbox {self.name} sweep")
