@@ -48,6 +48,31 @@ async def test_opening_ends_in_time(mute):
         await _is_told_within(0.5, call)
 
 
+async def test_a_server_of_another_kind_that_waits_for_a_line(mute):
+    """As a Redis server does."""
+    mailbox = PostgresMailbox(f"postgresql://ann@127.0.0.1:{mute}/app", timeout=0.2)
+    for call in (mailbox.__aenter__, mailbox.exists, mailbox.migrate_schema):
+        with pytest.raises(MailboxConnectionError, match=r"s; check that a PostgreSQL server listens on that port$"):
+            await call()
+
+
+@pytest.mark.parametrize("says", [b"INFO {}\r\n", b"HTTP/1.1 400 Bad Request\r\n\r\n", b""])
+async def test_a_server_of_another_kind_that_answers(says):
+    async def other(stream):
+        async with stream:
+            await stream.receive()
+            if says:
+                await stream.send(says)
+
+    listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
+    port = listener.extra(anyio.abc.SocketAttribute.local_port)
+    async with listener, anyio.create_task_group() as group:
+        group.start_soon(listener.serve, other)
+        with pytest.raises(MailboxConnectionError, match=r"check that a PostgreSQL server listens on that port$"):
+            await PostgresMailbox(f"postgresql://ann@127.0.0.1:{port}/app").__aenter__()
+        group.cancel_scope.cancel()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("table", ["store", "mailboxes"])
 async def test_opening_has_one_end_however_many_steps_it_takes(place, table):

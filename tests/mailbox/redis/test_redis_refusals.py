@@ -100,6 +100,33 @@ async def test_a_server_of_another_kind(anyio_backend):
         group.cancel_scope.cancel()
 
 
+@pytest.mark.parametrize(
+    ("scheme", "says"),
+    [
+        ("redis", "check that a Redis server listens on that port; for one with TLS write rediss://"),
+        ("rediss", "check that a Redis server with TLS listens on that port"),
+    ],
+)
+async def test_a_server_that_hangs_up_when_greeted(scheme, says, anyio_backend):
+    """As PostgreSQL does, and a Redis server with TLS that is greeted without."""
+
+    async def hang_up(stream):
+        async with stream:
+            await stream.receive()
+
+    listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
+    port = listener.extra(SocketAttribute.local_port)
+    async with listener, anyio.create_task_group() as group:
+        group.start_soon(listener.serve, hang_up)
+        mailbox = open_mailbox(f"{scheme}://127.0.0.1:{port}/0?name=jobs")
+        for act in (mailbox.__aenter__, mailbox.exists):
+            with pytest.raises(
+                MailboxConnectionError, match=rf"127\.0\.0\.1:{port}/0: it hung up when greeted; {says}$"
+            ):
+                await act()
+        group.cancel_scope.cancel()
+
+
 def test_a_virtual_clock(where):
     async def main():
         async with open_mailbox(f"redis://{where}/0?name=jobs"):

@@ -229,7 +229,8 @@ class NatsConnection:
         """Translate an exception of the driver."""
         told = describe(error)
         if isinstance(error, TimeoutError):
-            told = self._shared.last_error or f"no answer within {self.timeout:g} s"
+            check = "" if self._is_open else "; check that a NATS server listens there"
+            told = self._shared.last_error or f"no answer within {self.timeout:g} s{check}"
         return translated(error, self._name, () if self._is_open else self._shared.servers, told)
 
     def _fail_all(self, error: MailboxError) -> None:

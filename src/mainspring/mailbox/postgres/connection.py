@@ -75,6 +75,9 @@ _LASTING = (
 """What to do about a connection that fails for good, by the words of libpq, poolers and servers that speak English: the driver
 keeps no code of a server's refusal."""
 _TOO_MANY = "; raise the limits of connections, or connect through a pooler"
+_CHECK_SERVER = "; check that a PostgreSQL server listens on that port"
+_NO_POSTGRES = "invalid response to SSL|expected authentication request|closed the connection unexpectedly"
+"""What libpq says where another kind of server answers, or hangs up."""
 _QUESTION = re.compile(r";? *Is the server running [^?]*\?")
 """What libpq asks where it finds no server; the advice at the end of the error says it."""
 
@@ -236,7 +239,7 @@ class ConnectionPool:
                 connection = await Connection.connect(self.conninfo, autocommit=True, prepare_threshold=None)
         except TimeoutError:
             self.connected = False
-            raise no_answer(self.timeout) from None
+            raise self.no_answer() from None
         except (psycopg.Error, OSError) as error:
             self.connected = False
             remedy = None if self._was_connected else _remedy(str(error))
@@ -252,6 +255,10 @@ class ConnectionPool:
         self._lost = False
         self.connected = self._was_connected = True
         return connection
+
+    def no_answer(self) -> MailboxConnectionError:
+        """Return the error of an opening or a call that the server has not answered within the timeout."""
+        return no_answer(self.timeout, "" if self._was_connected else _CHECK_SERVER)
 
     @asynccontextmanager
     async def connection(self) -> AsyncIterator[Connection]:
@@ -449,10 +456,12 @@ def _remedy(text: str) -> str | None:
 def _unreached(error: Exception) -> MailboxConnectionError:
     """Return the error of a connection that could not be made: what failed, and what to do about it."""
     failed: BaseException = error.__cause__ if isinstance(error.__cause__, OSError) else error
-    said = _QUESTION.sub(";", one_line(error)).rstrip(";")
+    said = _QUESTION.sub(";", one_line(error)).rstrip(";.")
     if re.search("Connection refused|No such file", said):  # of libpq there is only the text
         failed = ConnectionRefusedError()
     advice = _TOO_MANY if re.search("too many|connection slots", said) else remedy(failed)
+    if re.search(_NO_POSTGRES, said):
+        advice = _CHECK_SERVER
     return MailboxConnectionError(f"PostgreSQL cannot be reached: {said}{advice}")
 
 

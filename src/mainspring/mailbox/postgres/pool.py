@@ -12,7 +12,7 @@ from mainspring.core import process
 from mainspring.errors import ConfigError, MainspringError, copied
 from mainspring.mailbox.postgres import schema as schemas
 from mainspring.mailbox.postgres.commands import Statement, Watermark, call_text
-from mainspring.mailbox.postgres.connection import ConnectionPool, no_answer
+from mainspring.mailbox.postgres.connection import ConnectionPool
 from mainspring.mailbox.postgres.listener import Polls, PostgresListener
 from mainspring.mailbox.postgres.schema import Maintenance
 from mainspring.runtime.shared_task import SharedTask
@@ -146,7 +146,7 @@ class SharedPool:
                     else:
                         await self._open_together(together, may_migrate, deadline)
         except TimeoutError:
-            raise no_answer(connections.timeout) from None
+            raise connections.no_answer() from None
         if together.error is not None:
             raise copied(together.error)
         assert together.opened is not None

@@ -18,7 +18,7 @@ from mainspring.core.package_files import read_package_file
 from mainspring.errors import ConfigError, MainspringError
 from mainspring.mailbox.backend import TRANSIENT, TRANSIENT_LIFE
 from mainspring.mailbox.postgres.commands import Statement, call
-from mainspring.mailbox.postgres.connection import ValueRefusedError, no_answer, told, translated
+from mainspring.mailbox.postgres.connection import ValueRefusedError, told, translated
 from mainspring.mailbox.postgres.settings import SCHEMA
 from mainspring.mailbox.postgres.values import Texts, array
 
@@ -163,7 +163,7 @@ async def _connected(
             with anyio.fail_after(deadline - pool.cancel_timeout - anyio.current_time(), shield=True):
                 yield connection
         except TimeoutError:
-            raise no_answer(pool.timeout) from None
+            raise pool.no_answer() from None
         except psycopg.Error as error:
             known = translated(error)
             if isinstance(known, ValueRefusedError):

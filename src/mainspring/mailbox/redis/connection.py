@@ -208,7 +208,7 @@ LOST: Final = (OSError, anyio.EndOfStream, anyio.BrokenResourceError, anyio.Clos
 def explain(error: BaseException) -> str:
     """Describe what is wrong with a connection, for an error text."""
     if isinstance(error, (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError)):
-        return "the connection was lost"
+        return str(error) or "the connection was lost"
     if isinstance(error, OSError) and isinstance(error.__cause__, OSError):  # anyio's sum of all its tries to connect
         return f"{error.__cause__}{remedy(error.__cause__)}"
     if isinstance(error, hiredis.ProtocolError):
@@ -292,9 +292,16 @@ async def connect(
         connection = RedisConnection(direct, stream, host)
         await _greet(connection, server, sentinel, name)
         direct.watch()
-    except BaseException:
+    except BaseException as error:
         with anyio.CancelScope(shield=True, deadline=anyio.current_time() + 1):
             await anyio.aclose_forcefully(stream)
+        if isinstance(error, (anyio.EndOfStream, anyio.BrokenResourceError)):
+            with_tls, other = (
+                (" with TLS", "") if server.tls is not None else ("", "; for one with TLS write rediss://")
+            )
+            raise anyio.EndOfStream(
+                f"it hung up when greeted; check that a Redis server{with_tls} listens on that port{other}"
+            ) from error
         raise
     return connection
 
