@@ -55,7 +55,7 @@ def test_callbacks_for_a_shutdown_are_not_missed_by_a_command_that_runs_nothing(
 def test_the_defaults_do_not_fit_into_thirty_seconds(directory: Path) -> None:
     ended = run("check", "app:plain", "--grace", "30", "--longest", "60", cwd=directory)
     assert ended.returncode == 1
-    assert "to 36 s or more, or shutdown_timeout=24" in ended.stdout
+    assert "to 36 s or more, or LoopGroup(shutdown_timeout=24)" in ended.stdout
     assert run("check", "app:plain", "--grace", "45", "--longest", "60", cwd=directory).returncode == 0
 
 

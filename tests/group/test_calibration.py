@@ -101,7 +101,7 @@ def test_a_timeout_that_is_none_is_refused(value: float) -> None:
 def test_a_rule_reads_as_one_line() -> None:
     rule = next(rule for rule in rules(Timeouts("emails", visibility_timeout=10)) if not rule.ok)
     assert str(rule) == (
-        "emails: block_threshold < visibility_timeout (30 s against 10 s) does not hold: set block_threshold=5"
+        "emails: block_threshold < visibility_timeout (30 s against 10 s) does not hold: set LoopGroup(block_threshold=5)"
     )
 
 

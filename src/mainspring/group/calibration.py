@@ -153,7 +153,7 @@ def _block_below_lease(t: Timeouts) -> Rule | None:
         t.block_threshold,
         t.visibility_timeout,
         t.block_threshold < t.visibility_timeout,
-        f"set block_threshold={value:g}" if value is not None else "set visibility_timeout above 0",
+        f"set LoopGroup(block_threshold={value:g})" if value is not None else "set visibility_timeout above 0",
         "block_threshold",
         value,
         t.loop,
@@ -170,7 +170,7 @@ def _beats_within_threshold(t: Timeouts) -> Rule | None:
         t.watchdog_threshold,
         t.silence,
         t.watchdog_threshold > t.silence,
-        f"set watchdog_threshold={value:.0f}, or call ctx.beat() more often",
+        f"set LoopGroup(watchdog_threshold={value:.0f}), or call ctx.beat() more often",
         "watchdog_threshold",
         value,
         t.loop,
@@ -210,7 +210,7 @@ def _without_renewal(t: Timeouts) -> list[Rule]:
                 t.watchdog_threshold,
                 t.wait_time_seconds + longest,
                 t.watchdog_threshold > t.wait_time_seconds + longest,
-                f"set watchdog_threshold={value:.0f}",
+                f"set LoopGroup(watchdog_threshold={value:.0f})",
                 "watchdog_threshold",
                 value,
                 t.loop,
@@ -250,7 +250,9 @@ def _interval_below_threshold(t: Timeouts) -> Rule | None:
         t.watchdog_interval,
         right,
         t.watchdog_interval < right,
-        f"set watchdog_interval={value:g}" if value is not None else "set watchdog_threshold above 0",
+        f"set LoopGroup(watchdog_interval={value:g})"
+        if value is not None
+        else "set LoopGroup(watchdog_threshold=…) above 0",
         "watchdog_interval",
         value,
     )
@@ -260,7 +262,7 @@ def _leaves_before_the_kill(t: Timeouts) -> Rule | None:
     if t.grace is None:
         return None
     shutdown = _rounded_down(t.grace - t.drain_delay - t.cancel_grace - KILL_MARGIN)
-    other = f", or shutdown_timeout={shutdown:g}" if shutdown > 0 else ""
+    other = f", or LoopGroup(shutdown_timeout={shutdown:g})" if shutdown > 0 else ""
     value = float(math.ceil(t.needed)) if math.isfinite(t.needed) else math.inf
     return Rule(
         "the shutdown ends before the orchestrator kills the process",

@@ -49,7 +49,7 @@ class LoopGroup:
     *Finish*: the work in hand has at most ``shutdown_timeout``. *Cancel*: handlers get ``cancel_grace`` to clean up, and their
     messages go back uncharged. Then the daemons end in the reverse order of their start, the health server last.
 
-    :param loops: MainLoops, or any ``Runnable``.
+    :param loops: MainLoops, or any ``Runnable``. Of several with one name, the second becomes ``name-2``, and so on.
     :param name: for logs, status and reports.
     :param shutdown_timeout: seconds that the work in hand may take to finish at a shutdown: one for all loops together.
     :param cancel_grace: seconds that cancelled handlers get to clean up.

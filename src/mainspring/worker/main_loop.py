@@ -52,7 +52,8 @@ class MainLoop:
         Its annotation gives the type of the bodies. What it returns is the reply, where the sender asked for one; a generator,
         or a coroutine that it forgot to await, is a failed attempt. Each run has context variables of its own: a copy of those
         that the loop was started with.
-    :param name: for logs, metrics and reports; the handler's name by default.
+    :param name: for logs, metrics and reports; the handler's name by default. A second loop of that name in a group becomes
+        ``name-2``.
     :param concurrency: how many handlers run at once, with a message leased for each. While handlers are quick, the messages
         are leased as well that they will begin within 50 ms at their present rate, up to 100 messages in all. Messages that
         have not begun after 100 ms, or when the loop stops or pauses, are released, uncharged.
