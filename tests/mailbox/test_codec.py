@@ -108,8 +108,16 @@ def test_whatever_json_can_say_comes_back_or_is_refused(value: Any) -> None:
         (list[int], [1, "2"], r"does not fit list\[int\]: 1: "),
         (Line, {"item": "lamp"}, "type dict does not fit Line: the body: Input should be an instance of Line"),
         (Line, Order.model_construct(), "type Order does not fit Line: the body: Input should be an instance of Line"),
-        (list[Line], [{"item": "lamp"}], "list cannot be written as JSON: .*Expected `Line`"),
-        (dict[str, Line], {"a": {"item": "lamp"}}, "dict cannot be written as JSON: .*Expected `Line`"),
+        (
+            list[Line],
+            [{"item": "lamp"}],
+            "type list cannot be written as JSON: a value in it: expected Line, not dict$",
+        ),
+        (
+            dict[str, Line],
+            {"a": {"item": "lamp"}},
+            "type dict cannot be written as JSON: a value in it: expected Line, not dict$",
+        ),
     ],
 )
 def test_a_body_of_another_type_is_refused_with_type_and_field(body_type: Any, body: Any, says: str) -> None:
@@ -121,8 +129,8 @@ def test_a_body_of_another_type_is_refused_with_type_and_field(body_type: Any, b
 
 
 def test_a_wrong_field_of_a_dataclass_is_refused_when_it_is_written() -> None:
-    with pytest.raises(SerializationError, match=r"Job cannot be written as JSON.*number"):
-        Codec(Job).encode(Job("one"))  # type: ignore[arg-type]
+    with pytest.raises(SerializationError, match=r"Job cannot be written as JSON: number: expected int, not str$"):
+        Codec(Job).encode(Job("one, input_type=list])"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("body", [object(), {"a": object()}, b"\xff", "\ud800"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
@@ -33,6 +34,12 @@ MAX_DEPTH = 200
 """How deep lists and objects may be nested: pydantic reads no deeper, though it writes somewhat deeper."""
 MAX_DIGITS = 4_300
 """How many digits a number may have: pydantic reads no more, though it writes any number."""
+
+
+_MISFIT = re.compile(
+    r"UnexpectedValue\(Expected `([^`]+)` - [^\[]*\[(?:field_name='([^']+)', )?input_value=.*?, input_type=(\w+)\]\)(?= |$)"
+)
+"""How pydantic says that a value has another type than its field: the expected one, the field, and the value's."""
 
 
 class NotJsonError(SerializationError):
@@ -271,6 +278,11 @@ class Codec:
 
     def _unwritten(self, body: Any, error: Exception) -> SerializationError:
         reason = " ".join(str(error).removeprefix("Pydantic serializer warnings:").split())
+        misfits = _MISFIT.findall(reason)
+        if misfits:
+            field, got = misfits[0][1] or "a value in it", misfits[0][2]
+            kinds = dict.fromkeys(expected for expected, name, _ in misfits if name == misfits[0][1])
+            reason = f"{field}: expected {' or '.join(kinds)}, not {got}"
         return SerializationError(f"{self._of(body)} cannot be written as JSON: {reason}")
 
     def _broken(self, what: str, error: Exception) -> SerializationError:
