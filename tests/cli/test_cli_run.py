@@ -45,7 +45,7 @@ def test_it_runs_until_sigterm_and_reports(tmp_path: Path, loop: str) -> None:
         command.send(signal.SIGTERM)
         assert command.wait() == 0
         assert "mainspring: shop: shutdown (SIGTERM)" in command.text
-        assert "handle: finished" in command.text
+        assert command.text.count("handle: finished") == 1
 
 
 @pytest.mark.slow
@@ -294,6 +294,7 @@ def test_a_crashed_loop_is_status_1_with_its_traceback(tmp_path: Path) -> None:
     ended = run("run", "app:group", cwd=tmp_path)
     assert ended.returncode == 1
     assert "RuntimeError: out of coal" in ended.stderr
+    assert ended.stderr.count("shutdown (loop 'Own' crashed)") == 1
     assert "app.py" in ended.stderr
 
 

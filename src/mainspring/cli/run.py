@@ -117,8 +117,9 @@ def _run_group(options: RunOptions, early: CommandSignals, link: ParentLink | No
         taken = getattr(error.__context__, "errno", None) == errno.EADDRINUSE
         lasting = error.fault == "config" and not taken and GroupState.RUNNING not in seen
         raise UserError(str(error), WRONG_USE if lasting else FAILED) from error
-    if not options.log_json:  # else the last log line is the report
-        say(f"{_who(group, link)}{report}")
+    finally:
+        if group.report is not None and not options.log_json:  # else the last log line is the report
+            say(f"{_who(group, link)}{group.report}")
     if link is not None:
         link.tell(finished=report.reason not in {signum.name for signum in signal.Signals})
     return report.exit_status

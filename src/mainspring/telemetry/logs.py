@@ -304,6 +304,7 @@ class _JsonFormatter(logging.Formatter):
 def configure(level: str = "INFO", json: bool = False, *, tag: str = "") -> None:
     """Print the records of the ``mainspring`` loggers from ``level`` up on standard error, as text or as JSON lines.
 
+    As text it leaves out the report of a group that has stopped, which the command prints in lines of its own.
     ``tag`` stands in each line of text, where several processes write to one place; JSON lines hold the process id.
 
     For programs whose process is theirs, such as the command line. The root logger is left alone, and so is every other
@@ -317,6 +318,8 @@ def configure(level: str = "INFO", json: bool = False, *, tag: str = "") -> None
         logger.removeHandler(old)
     handler = _OwnHandler(sys.stderr)
     text = _TextFormatter(f"%(asctime)s %(levelname)-8s {tag.replace('%', '%%')}{' ' * bool(tag)}%(name)s: %(message)s")
+    if not json:
+        handler.addFilter(lambda record: not isinstance(getattr(record, "event", None), events.GroupStopped))
     handler.setFormatter(_JsonFormatter(getattr(sys.stderr, "encoding", None) or "utf-8") if json else text)
     logger.addHandler(handler)
     logger.setLevel(name)
