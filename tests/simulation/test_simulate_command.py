@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import signal
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
@@ -18,12 +19,17 @@ from mainspring.testing import Faults, Simulation, simulate
 from mainspring.testing.simulation.run import HOURLY
 
 SOURCE = """
+import signal
 from dataclasses import dataclass
 import anyio
+from pydantic import BaseModel
 from mainspring import Context, LoopGroup, MainLoop
 
 @dataclass
 class Order:
+    number: int
+
+class Invoice(BaseModel):
     number: int
 
 async def hasty(order: Order, ctx: Context) -> None:
@@ -38,6 +44,39 @@ def build_hasty(mailbox):
 
 def build_patient(mailbox):
     return LoopGroup([MainLoop(mailbox, patient)])
+
+async def bill(invoice: Invoice) -> None:
+    print("billed", invoice)
+
+def build_billing(mailbox):
+    return LoopGroup([MainLoop(mailbox, bill)])
+
+async def talk(order: Order, ctx: Context) -> None:
+    print("working on", order)
+    await hasty(order, ctx)
+
+def build_talking(mailbox):
+    return LoopGroup([MainLoop(mailbox, talk)])
+
+worked = 0
+
+async def press_ctrl_c(order: Order) -> None:
+    global worked
+    worked += 1
+    if worked == 100:
+        signal.raise_signal(signal.SIGINT)
+
+def build_interrupted(mailbox):
+    return LoopGroup([MainLoop(mailbox, press_ctrl_c)])
+
+async def hasty_at_first(order: Order, ctx: Context) -> None:
+    global worked
+    worked += 1
+    if worked < 50:
+        await hasty(order, ctx)
+
+def build_changing(mailbox):
+    return LoopGroup([MainLoop(mailbox, hasty_at_first)])
 
 async def build_async(mailbox): ...
 
@@ -67,6 +106,59 @@ def test_what_holds(module: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(["simulate", f"{module}:build_patient", "--seeds", "3", *SHORT]) == 0
     told = capsys.readouterr().out
     assert "3 seeds, each 30m of 2 workers with 1 message a minute, 20 times the default faults:\n" in told
+    assert re.search(r" dead-lettered, .* \d+ waiting\n", told)
+    assert told.splitlines()[-1] == "3 seeds: no promise broken"
+
+
+@pytest.mark.parametrize("target", ["build_patient", "build_billing"])
+def test_a_body_is_read_as_a_mailbox_reads_it(module: str, target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    body = ("--body", '{"number": 7}')
+    assert call(["simulate", f"{module}:{target}", "--seed", "1", "--duration", "5m", "--workers", "1", *body]) == 0
+    assert re.search(r"[1-9]\d* acked", capsys.readouterr().out)
+
+
+def test_messages_that_still_wait_at_the_end_are_counted(module: str, capsys: pytest.CaptureFixture[str]) -> None:
+    rates = ("--faults", "none", "--rate", "failing_handler=1")
+    call(["simulate", f"{module}:build_patient", "--seed", "1", "--duration", "5m", "--workers", "1", *rates, "--json"])
+    counts = json.loads(capsys.readouterr().out)["run"]["counts"]
+    assert counts["acked"] == 0
+    assert counts["waiting"] == counts["sent"] > 0
+
+
+def test_what_handlers_print_is_shown_of_the_told_run_only(module: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run = ("--duration", "5m", "--workers", "1", "--faults", "none")
+    assert call(["simulate", f"{module}:build_billing", "--seeds", "2", *run]) == 0
+    assert "billed" not in capsys.readouterr().out
+    assert call(["simulate", f"{module}:build_billing", "--seed", "1", *run]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("printed in this run:\nbilled number=")
+    assert call(["simulate", f"{module}:build_billing", "--seed", "1", *run, "--json"]) == 0
+    run = json.loads(capsys.readouterr().out)["run"]
+    assert run["printed"].count("billed") == run["counts"]["acked"]
+
+
+def test_a_ctrl_c_ends_the_command_and_is_told(module: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run = ("--duration", "30m", "--workers", "2", "--faults", "none")
+    assert call(["simulate", f"{module}:build_interrupted", "--seeds", "50", *run]) == 130
+    printed = capsys.readouterr()
+    assert re.fullmatch(r"mainspring: interrupted after [1-9] of 50 seeds\n", printed.err)
+    assert printed.out == ""
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.slow
+def test_what_the_smallest_failing_run_printed_is_shown(module: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(["simulate", f"{module}:build_talking", *SHORT]) == 1
+    told = capsys.readouterr().out
+    printed = told.partition("printed in this run:\n")[2].partition("\nseed ")[0].splitlines()
+    assert 1 <= len(printed) < 10
+    assert all(line.startswith("working on Order(number=") for line in printed)
+
+
+@pytest.mark.slow
+def test_a_failure_that_does_not_come_again_is_no_success(module: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(["simulate", f"{module}:build_changing", *SHORT]) == 1
+    assert re.search(r"seed \d+ broke a promise, but not when it was run again", capsys.readouterr().err)
 
 
 @pytest.mark.slow
@@ -127,6 +219,7 @@ def test_several_processes_find_the_same(module: str, capsys: pytest.CaptureFixt
 def test_what_breaks_is_told_and_its_command_tells_the_same(module: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(["simulate", f"{module}:build_hasty", *SHORT, "--svg", "x.svg", "--log", "x.log"]) == 1
     told = capsys.readouterr().out
+    assert re.fullmatch(r"(\d+) seeds?: seed \d+ broke a promise", told.splitlines()[-1])
     assert "the work is lost" in told
     assert "\nw0 " in told
     command = told.partition("to run it again:\n")[2].splitlines()[0]

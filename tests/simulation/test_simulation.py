@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -140,8 +141,15 @@ def test_a_peaceful_day_is_quiet() -> None:
     counts = report.counts
     assert counts["sent"] == counts["deliveries"] == counts["acked"] > 100
     assert counts["retried"] == counts["crashes"] == 0
-    assert "every invariant held" in str(report)
+    assert "no promise broken" in str(report)
+    assert " of 2 workers in " in str(report)
     assert sum("got the reply to" in line for line in report.events) == counts["sent"] // 4
+
+
+def test_a_count_of_one_is_told_in_the_singular() -> None:
+    report = Simulation(seed=1, duration=600, workers=1, faults=Faults.just(crash=6), keep=(0,)).run(honest)
+    assert report.counts["crashes"] == 1
+    assert re.search(r" of 1 worker in .* 1 planned fault: .* 1 crash, 1 signal, 0 freezes, ", str(report))
 
 
 def test_replies_are_asked_for_and_come_once() -> None:

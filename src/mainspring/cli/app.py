@@ -296,7 +296,10 @@ def simulate(
         str | None, typer.Option(metavar="N,N", help="Of the planned faults only these (none: no one).")
     ] = None,
     per_minute: Annotated[float, typer.Option(help="Messages a worker and minute.")] = 1.0,
-    body: Annotated[str | None, typer.Option(metavar="JSON", help="The messages' body; default: made up.")] = None,
+    body: Annotated[
+        str | None,
+        typer.Option(metavar="JSON", help="The messages' body, read as the handler's type; default: made up."),
+    ] = None,
     jobs: Annotated[int, typer.Option(min=1, help="How many processes share the seeds.")] = 1,
     shrink: Annotated[bool, typer.Option(help="Look for a smaller case of a failure.")] = True,
     log: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the event log of the told run.")] = None,
@@ -307,7 +310,8 @@ def simulate(
 
     Kinds of faults, as events an hour: crash, signal, deploy, partition, store_restart, clock_jump, freeze; as
     probabilities: second_signal, slow_call, slow_handler, hanging_handler, failing_handler, swallowing_handler, poison,
-    duplicate. The first seed that breaks an invariant ends the search; the exit status is then 1.
+    duplicate. The first seed that breaks an invariant ends the search; the exit status is then 1, and 130 after a Ctrl-C.
+    What handlers print is shown of the run that is told in full: the smallest that fails, or the one of --seed.
     """
     from mainspring.cli.simulate import SimulateOptions, simulate_target
 

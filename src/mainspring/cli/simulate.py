@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import multiprocessing
-from collections import Counter
+import signal
+from collections import Counter, deque
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import nullcontext
+from contextlib import closing, nullcontext, redirect_stdout
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
@@ -21,7 +23,8 @@ from mainspring.cli.user_errors import FAILED, WRONG_USE, UserError
 from mainspring.validation import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator, Iterator
+    from concurrent.futures import Future
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -29,6 +32,8 @@ if TYPE_CHECKING:
 
 CHUNK = 8
 """The most seeds that a process is given at once."""
+INTERRUPTED = 130
+"""The exit status after a Ctrl-C."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,17 +84,31 @@ class Results:
         self.counts.update(figures["counts"])
 
 
+class ToldRun(NamedTuple):
+    """The run that is told in full, and what its code printed."""
+
+    report: SimulationReport
+    printed: str
+
+
 def simulate_target(target: str, options: SimulateOptions) -> int:
     """Run the seeds. Return 1 if an invariant was broken."""
     build = load_builder(target)
     first = _simulation(target, options)
-    if options.seed is not None:
-        return _tell(_one(first.but(seed=options.seed), build, options, smaller=options.shrink), Results(), options)
     results = Results()
-    failed = _hunt(first, target, build, options, results)
-    if failed is None:
-        return _tell(None, results, options)
-    return _tell(_one(first.but(seed=failed), build, options, smaller=options.shrink), results, options)
+    try:
+        seed = _hunt(first, target, build, options, results) if options.seed is None else options.seed
+        told = None if seed is None else _one(first.but(seed=seed), build, options)
+    except KeyboardInterrupt:
+        seeds = counted(options.seeds if options.seed is None else 1, "seed")
+        raise UserError(f"interrupted after {results.runs} of {seeds}", INTERRUPTED) from None
+    if results.runs and told is not None and not told.report.failed:
+        raise UserError(
+            f"seed {seed} broke a promise, but not when it was run again: what the group does depends on more than the seed,"
+            " such as the state of a module, real time or random numbers of its own",
+            FAILED,
+        )
+    return _tell(told, results, options)
 
 
 def _simulation(target: str, options: SimulateOptions) -> Simulation:
@@ -136,34 +155,45 @@ def _keep(text: str | None) -> tuple[int, ...] | None:
         raise UserError(f"--keep {text!r}: write the numbers of planned faults, for example 3,7, or none") from None
 
 
-def _body(text: str | None) -> Callable[[int], Any] | None:
+def _body(text: str | None) -> bytes | None:
     if text is None:
         return None
     try:
-        body = json.loads(text)
+        json.loads(text)
     except ValueError as error:
         raise UserError(f"--body is no JSON: {error}") from None
-    return lambda number: body
+    return text.encode()
 
 
 # --------------------------------------------------------------------------------------------------------------- runs
 
 
-def _one(simulation: Simulation, build: Callable[..., Any], options: SimulateOptions, *, smaller: bool) -> Any:
+def _run(simulation: Simulation, build: Callable[..., Any], show: Callable[[float], None] | None = None) -> ToldRun:
+    """Run it. What its code prints is held back: mixed with other runs', it says nothing."""
+    with redirect_stdout(io.StringIO()) as printed:
+        report = simulation.run(build, progress=show)
+    return ToldRun(report, printed.getvalue())
+
+
+def _one(simulation: Simulation, build: Callable[..., Any], options: SimulateOptions) -> ToldRun:
     from mainspring.testing.simulation import shrink
 
     with _progress(options, f"simulating seed {simulation.seed}", simulation.duration) as show:
-        report = simulation.run(build, progress=show)
-    if report.failed and smaller:
-        with _progress(options, f"seed {simulation.seed} fails: looking for a smaller case", None) as show:
-            runs = count(1)
+        told = _run(simulation, build, show)
+    if not (told.report.failed and options.shrink):
+        return told
+    with _progress(options, f"seed {simulation.seed} fails: looking for a smaller case", None) as show:
+        runs = count(1)
 
-            def run(candidate: Simulation) -> SimulationReport:
-                show(next(runs))
-                return candidate.run(build)
+        def run(candidate: Simulation) -> SimulationReport:
+            show(next(runs))
+            return _run(candidate, build).report
 
-            report = shrink(report, run)
-    return report
+        try:
+            smallest = shrink(told.report, run)
+        except KeyboardInterrupt:  # of the search only: there is a failure to tell
+            return told
+        return told if smallest is told.report else _run(smallest.simulation, build)
 
 
 def _hunt(
@@ -174,19 +204,39 @@ def _hunt(
     with _progress(options, f"simulating {counted(options.seeds, 'seed')}", options.seeds) as show:
         if options.jobs == 1:
             show_part = partial(_show_part, show, results, first.duration)
-            runs = (first.but(seed=seed).run(build, progress=show_part).as_dict() for seed in seeds)
+            runs = (_run(first.but(seed=seed), build, show_part).report.as_dict() for seed in seeds)
+        else:
+            runs = _in_processes(partial(_run_in_child, target, options), seeds, options.jobs)
+        with closing(runs):
             return _first_failure(runs, results, show)
-        context = multiprocessing.get_context("spawn")
-        chunk = max(1, min(CHUNK, options.seeds // (4 * options.jobs)))
-        with ProcessPoolExecutor(options.jobs, mp_context=context) as pool:
-            run = partial(_run_in_child, target, options)
-            failed = _first_failure(pool.map(run, seeds, chunksize=chunk), results, show)
-            pool.shutdown(cancel_futures=True)
-            return failed
 
 
-def _run_in_child(target: str, options: SimulateOptions, seed: int) -> dict[str, Any]:
-    return _simulation(target, options).but(seed=seed).run(load_builder(target)).as_dict()
+def _in_processes(
+    run: Callable[[range], list[dict[str, Any]]], seeds: range, processes: int
+) -> Generator[dict[str, Any], None, None]:
+    """Yield what ``run`` returns of the seeds, in their order. Closed or interrupted, it kills the processes."""
+    size = max(1, min(CHUNK, len(seeds) // (4 * processes)))
+    # A Ctrl-C goes to all processes of a terminal. Only this one acts on it.
+    ignore = (signal.SIGINT, signal.SIG_IGN)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, context, initializer=signal.signal, initargs=ignore) as pool:
+        out: deque[Future[list[dict[str, Any]]]] = deque()
+        try:
+            for start in range(0, len(seeds), size):
+                out.append(pool.submit(run, seeds[start : start + size]))
+                if len(out) > 2 * processes:
+                    yield from out.popleft().result()
+            while out:
+                yield from out.popleft().result()
+        except BaseException:
+            for process in multiprocessing.active_children():
+                process.kill()
+            raise
+
+
+def _run_in_child(target: str, options: SimulateOptions, seeds: range) -> list[dict[str, Any]]:
+    build, first = load_builder(target), _simulation(target, options)
+    return [_run(first.but(seed=seed), build).report.as_dict() for seed in seeds]
 
 
 def _show_part(show: Callable[[float], None], results: Results, duration: float, now: float) -> None:
@@ -213,33 +263,41 @@ def _progress(
 # ------------------------------------------------------------------------------------------------------------ telling
 
 
-def _tell(report: SimulationReport | None, results: Results, options: SimulateOptions) -> int:
+def _tell(told: ToldRun | None, results: Results, options: SimulateOptions) -> int:
     from mainspring.testing.simulation.event_log import around, as_svg, as_text
 
+    report = None if told is None else told.report
     if report is not None:
         _write(options.log, lambda: "\n".join([*report.events, ""]))
         _write(options.svg, lambda: as_svg(around(report)))
     if options.as_json:
-        typer.echo(json.dumps(_as_json(report, results), indent=2))
-    else:
-        if results.runs:
-            typer.echo(_summary(results, options))
-        if report is not None:
-            typer.echo(str(report))
-        if report is not None and report.failed:
-            typer.echo(as_text(around(report)))
-    return FAILED if report is not None and report.failed else 0
+        typer.echo(json.dumps(_as_json(told, results), indent=2))
+        return FAILED if report is not None and report.failed else 0
+    if results.runs:
+        typer.echo(_summary(results, options))
+    seeds = counted(max(1, results.runs), "seed")
+    if told is None or report is None:
+        typer.echo(f"{seeds}: no promise broken")
+        return 0
+    if told.printed:
+        typer.echo(f"printed in this run:\n{told.printed.rstrip()}")
+    typer.echo(str(report))
+    if not report.failed:
+        return 0
+    typer.echo(as_text(around(report)))
+    typer.echo(f"{seeds}: seed {report.seed} broke a promise")
+    return FAILED
 
 
-def _as_json(report: SimulationReport | None, results: Results) -> dict[str, Any]:
+def _as_json(told: ToldRun | None, results: Results) -> dict[str, Any]:
     return {
         "runs": results.runs,
-        "failed": report is not None and report.failed,
+        "failed": told is not None and told.report.failed,
         "virtual_seconds": round(results.virtual_seconds, 3),
         "real_seconds": round(results.real_seconds, 3),
         "planned_faults": results.faults,
         "counts": dict(results.counts),
-        "run": report.as_dict() if report is not None else None,
+        "run": told.report.as_dict() | {"printed": told.printed} if told is not None else None,
     }
 
 
@@ -254,13 +312,14 @@ def _workload(options: SimulateOptions) -> str:
 
 
 def _summary(results: Results, options: SimulateOptions) -> str:
+    from mainspring.testing.simulation.run import told_counts
+
     hours = results.virtual_seconds / 3600
     speed = results.virtual_seconds / results.real_seconds if results.real_seconds else 0.0
-    told = ", ".join(f"{number:,} {name}" for name, number in results.counts.items())
     return (
         f"{counted(results.runs, 'seed')}, {_workload(options)}:\n"
         f"{hours:,.1f} virtual hours in {results.real_seconds:.1f} s of work ({speed:,.0f} times real time),"
-        f" {results.faults:,} planned faults\n{told}"
+        f" {counted(results.faults, 'planned fault')}\n{told_counts(results.counts)}"
     )
 
 

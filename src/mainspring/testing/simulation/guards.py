@@ -40,10 +40,10 @@ class RealWorldError(MainspringError):
 
 
 class Guards:
-    """Guards one run. ``error`` is the first violation; ``stop`` is then called on the thread of the event loop."""
+    """Guards one run. ``error`` is the first violation, or a Ctrl-C; ``stop`` is then called on the event loop's thread."""
 
     def __init__(self, stop: Callable[[], object], sign_of_life: Callable[[], object], patience: float) -> None:
-        self.error: RealWorldError | None = None
+        self.error: RealWorldError | KeyboardInterrupt | None = None
         self._stop = stop
         self._sign_of_life = sign_of_life
         self._patience = patience
@@ -74,7 +74,18 @@ class Guards:
             if self._in_main_thread:
                 before = signal.signal(signal.SIGALRM, _leave)
                 stack.callback(signal.signal, signal.SIGALRM, before)
+                before = signal.getsignal(signal.SIGINT)
+                if callable(before):  # else it is ignored, as in a background job
+                    signal.signal(signal.SIGINT, self._end)
+                    stack.callback(signal.signal, signal.SIGINT, before)
             yield
+
+    def _end(self, signum: int, frame: FrameType | None) -> None:
+        """End the run at a Ctrl-C. Raised at once, ``KeyboardInterrupt`` would be a crash of the code that it came in."""
+        if self.error is not None:
+            raise KeyboardInterrupt
+        self.error = KeyboardInterrupt()
+        process.call_soon(self._loop, self._tell)
 
     def _tell(self) -> None:
         self._told.set()

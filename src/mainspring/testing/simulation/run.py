@@ -14,7 +14,7 @@ from mainspring.runtime.scope import lone_error
 from mainspring.testing.simulation.event_log import around, as_text
 from mainspring.testing.simulation.faults import CHANCES, Faults, PlannedFault, plan
 from mainspring.testing.virtual_time import VirtualClock, run_virtual
-from mainspring.validation import is_whole
+from mainspring.validation import counted, is_whole
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
@@ -84,12 +84,12 @@ class SimulationReport:
         }
 
     def __str__(self) -> str:
-        told = ", ".join(f"{number} {name}" for name, number in self.counts.items())
         head = (
-            f"seed {self.seed}: {self.virtual_seconds / 3600:.1f} virtual hours of {self.simulation.workers} workers in"
-            f" {self.real_seconds:.1f} s, {len(self.plan)} planned faults: {told}"
+            f"seed {self.seed}: {self.virtual_seconds / 3600:.1f} virtual hours of"
+            f" {counted(self.simulation.workers, 'worker')} in {self.real_seconds:.1f} s,"
+            f" {counted(len(self.plan), 'planned fault')}: {told_counts(self.counts)}"
         )
-        return f"{head}\n{self.violation}" if self.violation is not None else f"{head}\nevery invariant held"
+        return f"{head}\n{self.violation}" if self.violation is not None else f"{head}\nno promise broken"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ class Simulation:
     :param duration: virtual seconds of work and faults; then the remaining messages are finished, and all shut down.
     :param workers: how many processes.
     :param faults: how often what fails; :meth:`Faults.none` for no faults.
-    :param body: the body of message number n; by default derived from the handler's type.
+    :param body: the body of message number n, or one JSON document for all; by default derived from the handler's type.
     :param send: sends message number n, ``async def send(mailbox, n)``; then there are no requests with replies.
     :param per_minute: messages per worker and minute.
     :param keep: the numbers of the planned faults that happen; None: all. For replays of a shrunk run.
@@ -115,7 +115,7 @@ class Simulation:
     duration: float = 86_400.0
     workers: int = 4
     faults: Faults = field(default_factory=Faults)
-    body: Callable[[int], Any] | None = None
+    body: Callable[[int], Any] | bytes | None = None
     send: Callable[[Mailbox[Any, Any], int], Awaitable[object]] | None = None
     per_minute: float = 1.0
     keep: tuple[int, ...] | None = None
@@ -147,6 +147,7 @@ class Simulation:
         :param progress: called with the virtual time, four times a real second, in another thread.
         :raises ConfigError: the group cannot be simulated; the message says why.
         :raises RealWorldError: the code opens sockets, starts threads, sleeps in real time, or blocks.
+        :raises KeyboardInterrupt: at a Ctrl-C, once the event loop of the run has ended; at a second one, at once.
         """
         began = clock.monotonic()
         run = _Run(self, build, progress)
@@ -284,7 +285,13 @@ def _count(world: World) -> dict[str, int]:
         "SIGTERM": "signals",
         "frozen": "freezes",
     }
-    return {shown: what[name] for name, shown in names.items()}
+    return {shown: what[name] for name, shown in names.items()} | {"waiting": len(world.ledger.waiting())}
+
+
+def told_counts(counts: dict[str, int]) -> str:
+    """Return the counts of one or several runs as words: ``260 sent, 1 crash``."""
+    one = {"deliveries": "delivery", "crashes": "crash", "signals": "signal", "freezes": "freeze"}
+    return ", ".join(f"{number:,} {one.get(name, name) if number == 1 else name}" for name, number in counts.items())
 
 
 TRIES = 150

@@ -115,7 +115,7 @@ class GroupUnderTest:
     """
 
     def __init__(
-        self, group: LoopGroup, mailbox: Mailbox[Any, Any], body: Callable[[int], Any] | None, *, sends: bool
+        self, group: LoopGroup, mailbox: Mailbox[Any, Any], body: Callable[[int], Any] | bytes | None, *, sends: bool
     ) -> None:
         from mainspring.group.group import LoopGroup
 
@@ -142,9 +142,10 @@ class GroupUnderTest:
 
     def body(self, number: int) -> Any:
         """Return the body of message ``number``."""
-        if self._body is not None:
+        if callable(self._body):
             return self._body(number)
-        return self.codec.decode(json.dumps(example(self._schema, number)).encode())
+        document = json.dumps(example(self._schema, number)).encode() if self._body is None else self._body
+        return self.codec.decode(document)
 
     def _try_body(self) -> None:
         from pydantic import TypeAdapter
@@ -165,6 +166,7 @@ class GroupUnderTest:
         how = "body= gave none" if self._body is not None else "none could be derived from its type"
         return ConfigError(
             f"simulation: no body for {self.codec.name} ({how}: {reason}); pass body=, a function of the message's number"
+            " (on the command line --body, a JSON document)"
         )
 
 
