@@ -434,9 +434,15 @@ def test_a_name_that_is_not_in_the_file_is_not_made(
     verb, *more = words
     (tmp_path / "empty.db").touch()
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir() if file.is_file()}
-    for typo in (url.replace("emails", "mails"), url.replace("jobs.db", "empty.db")):
+    for typo, says in (
+        (url.replace("emails", "mails"), "none of this name was ever opened: check it"),
+        (url.replace("jobs.db", "empty.db"), "none of this name was ever opened: check it"),
+        (url.partition("?")[0], "none of this name was ever opened: a URL without ?name= means this one"),
+    ):
         assert call(["dead", verb, typo, *more]) == 1
-        assert only_line(capsys.readouterr().err).startswith("mainspring: there is no mailbox sqlite:///")
+        line = only_line(capsys.readouterr().err)
+        assert line.startswith("mainspring: there is no mailbox sqlite:///")
+        assert line.endswith(says)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir() if file.is_file()} == before
 
 

@@ -243,7 +243,7 @@ def test_what_breaks_is_told_and_its_command_tells_the_same(module: str, capsys:
         (["build_patient", "--body", "{"], "--body is no JSON"),
         (["build_patient", "--body", '"text"'], "no body for Order"),
         (["build_patient", "--seed", "1", "--log", "no/such/file"], "no/such/file cannot be written"),
-        (["build_async"], "name a plain function"),
+        (["build_async"], "is an async function; a simulation runs many groups, so name a plain function"),
         (["build_without"], "it must be build"),
         (["group"], "name a plain function"),
         (["nothing"], "has no 'nothing'"),

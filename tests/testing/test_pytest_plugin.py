@@ -67,6 +67,31 @@ def test_an_async_test_needs_nothing_but_the_fixture(pytester: pytest.Pytester) 
 
 
 @pytest.mark.slow
+def test_a_plugin_that_takes_all_async_tests_is_named(pytester: pytest.Pytester) -> None:
+    """pytest-asyncio in its auto mode makes a plain function of each, which runs an event loop of its own."""
+    pytester.makeconftest(
+        """
+        import asyncio, functools, pytest
+
+        @pytest.hookimpl(tryfirst=True)
+        def pytest_runtest_call(item):
+            test = item.obj
+            item.obj = functools.wraps(test)(lambda **fixtures: asyncio.run(test(**fixtures)))
+        """
+    )
+    pytester.makepyfile(
+        """
+        async def test_plain(virtual_clock): ...
+        """
+    )
+    outcome = run(pytester)
+    outcome.assert_outcomes(failed=1)
+    outcome.stdout.fnmatch_lines(
+        ["*another plugin runs this async test*; set asyncio_mode = strict, or call run_virtual*"]
+    )
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("fixture", ["params=['asyncio', 'trio']", ""], ids=["parametrized", "fixed"])
 def test_the_users_backends_do_not_matter(pytester: pytest.Pytester, fixture: str) -> None:
     pytester.makeconftest(

@@ -220,8 +220,9 @@ def _with(mailbox: Mailbox[Any, Any], act: Callable[[Mailbox[Any, Any]], Awaitab
 
     async def run() -> Any:
         if not await mailbox.exists():
+            check = "a URL without ?name= means this one" if mailbox.name == "default" else "check it"
             raise UserError(
-                f"there is no mailbox {mailbox.address}; none of this name was ever opened: check it", FAILED
+                f"there is no mailbox {mailbox.address}; none of this name was ever opened: {check}", FAILED
             )
         async with mailbox:
             return await act(mailbox)

@@ -164,4 +164,6 @@ def _call(factory: Any, target: str) -> Any:
 
 
 def _kind(value: Any) -> str:
+    if inspect.iscoroutinefunction(value):
+        return "an async function"
     return "None" if value is None else f"an object of type {type(value).__name__}"

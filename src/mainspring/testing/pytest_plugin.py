@@ -111,6 +111,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
     if run is None:
         return (yield)
     test = pyfuncitem.obj
+    if not iscoroutinefunction(test):
+        raise pytest.UsageError(
+            f"{pyfuncitem.nodeid}: another plugin runs this async test on its own event loop, as pytest-asyncio does in its"
+            " auto mode; set asyncio_mode = strict, or call run_virtual in a plain test"
+        )
 
     @wraps(test)
     async def watched(*args: Any, **keywords: Any) -> Any:
