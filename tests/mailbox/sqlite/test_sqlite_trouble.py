@@ -132,10 +132,11 @@ async def test_a_directory_without_write_access(tmp_path, anyio_backend):
         tmp_path.chmod(0o700)
 
 
-async def test_no_descriptor_is_left(path, anyio_backend):
+@pytest.mark.parametrize("left", [0, 1, 2])
+async def test_too_few_descriptors_are_left(path, anyio_backend, left):
     async with SQLiteMailbox(path) as mailbox:
         await mailbox.send("opens the file")
-        with no_descriptors():
+        with few_descriptors(left):
             await refused(
                 f"{path}-other", MailboxConnectionError, "may open no more files: raise its limit (`ulimit -n`)"
             )
@@ -143,15 +144,22 @@ async def test_no_descriptor_is_left(path, anyio_backend):
 
 
 @contextlib.contextmanager
-def no_descriptors():
+def few_descriptors(left):
+    """Let this process open ``left`` more files."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 100, limits[1]))
-    with contextlib.ExitStack() as stack:
-        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+    taken = []
+    try:
         with contextlib.suppress(OSError):
             while True:
-                stack.callback(os.close, os.dup(0))
+                taken.append(os.dup(0))
+        for _ in range(left):
+            os.close(taken.pop())
         yield
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 async def test_a_file_that_others_keep_locked(path, anyio_backend):

@@ -36,6 +36,8 @@ INDEX_BYTES = 32_768
 LOG_PAGES = 20_000
 """Pages from which a checkpoint waits for readers, so that the log can start over: it never grows much beyond."""
 FILE_ID_BITS = 128
+DESCRIPTORS = 3
+"""How many a connection has: of the file, its log and the index of that."""
 
 _TROUBLE: dict[type[Exception], str] = {
     apsw.BusyError: "is locked by another process for longer than {timeout:g} s; try again",
@@ -448,10 +450,13 @@ def _inode(path: str) -> Inode | None:
 
 
 def _is_out_of_descriptors() -> bool:
-    try:
-        os.close(os.open("/", os.O_RDONLY | os.O_CLOEXEC))
-    except OSError as error:
-        return error.errno in {errno.EMFILE, errno.ENFILE}
+    """True if this process cannot open as many files as a connection needs."""
+    with contextlib.ExitStack() as stack:
+        try:
+            for _ in range(DESCRIPTORS):
+                stack.enter_context(open_directory("/"))
+        except OSError as error:
+            return error.errno in {errno.EMFILE, errno.ENFILE}
     return False
 
 
