@@ -15,8 +15,9 @@ from mainspring import (
     ReceiptHandleExpiredError,
     SerializationError,
 )
+from mainspring.mailbox import batched
 from mainspring.mailbox.message import CancelOutcome, Counts, Envelope
-from mainspring.mailbox.redis.commands import claimed_at
+from mainspring.mailbox.redis.commands import FunctionCall, Leave, calls_for, claimed_at, keys_of
 from mainspring.mailbox.redis.mailbox import RedisMailbox
 from redis_support import CALLS, line_to, place, soon, used_memory
 from scripted_redis import Scripted, Sentinel, hello
@@ -431,3 +432,15 @@ async def test_a_server_that_is_no_primary_or_does_not_say_so_is_hung_up_on(here
                 pass
         assert max(asked) <= 2, "they pile up"
         await soon(lambda: server.open == sentinel.open == 0)
+
+
+def test_what_failed_before_and_is_done_with_a_call_in_which_another_fails_has_its_result():
+    left: list = []
+    leave = Leave("name", 0, [], lambda command, last: left.append(last), for_good=False)
+    leave.error = MailboxConnectionError("the call before was lost")
+    count = batched.Count()
+    (call,) = calls_for("jobs", keys_of("jobs"), [leave, count])
+    assert isinstance(call, FunctionCall)
+    call.take([7, 0, -1, 0, 0, 1, b"ERR no"])
+    assert left == [7]
+    assert "ERR no" in str(count.error)
