@@ -28,7 +28,7 @@ SAID = [
         RawMessage(b"a.b", b"back.to", b"NATS/1.0\r\n\r\n", b"xyz"),
     ),
     (b"MSG c 8 back.to 2\r\nhi\r\n", (8, b"c", b"back.to", b"hi", b"")),
-    (b"-ERR 'Permissions Violation'\r\n", "'permissions violation'"),
+    (b"-ERR 'Permissions Violation'\r\n", "'Permissions Violation'"),
     (b"MSG a.b 7 70000\r\n%b\r\n" % (b"x" * 70_000), RawMessage(b"a.b", b"", b"", b"x" * 70_000)),
     (b"PONG\r\n", "pong"),
 ]
@@ -108,7 +108,7 @@ async def test_nothing_of_a_connection_that_is_over_is_kept_for_the_next(anyio_b
     await parser.parse(b"-ERR 'Stale Connection'\r\nMSG a 7 5\r\nx")
     client.is_connected = True
     await parser.parse(b"MSG a 7 1\r\ny\r\n")
-    assert client.told == ["'stale connection'", RawMessage(b"a", b"", b"", b"y")]
+    assert client.told == ["'Stale Connection'", RawMessage(b"a", b"", b"", b"y")]
     client.is_connected = False
     await parser.parse(b"MSG a 7 5\r\nx")
     client.is_connected = True
@@ -155,7 +155,7 @@ def frames(rng, count):
                     b"PING\r\n",
                     b"PONG\r\n",
                     b"+OK\r\n",
-                    b"-ERR 'Permissions Violation for Publish to \"x\"'\r\n",
+                    b"-ERR 'permissions violation for publish to \"x\"'\r\n",  # the driver's makes small letters of all
                     b'INFO {"server_id":"x","connect_urls":["%b"]}\r\n' % (b"h:1" * rng.choice((0, 1, 2_000))),
                 )
             )

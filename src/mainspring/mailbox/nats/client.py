@@ -217,6 +217,7 @@ class QuickParser(Parser):
         :raises UnreadableError: goes to the error callback, too, and lets the driver make the connection anew. After
         any other error the driver would stop reading without a word.
         """
+        self.nc._pings_outstanding = 0  # noqa: SLF001 - the server is not silent: a pong may be behind large messages
         try:
             await self._take_apart(data)
         except OSError:
@@ -371,6 +372,7 @@ STATE = (
     "_pending",
     "_pending_data_size",
     "_ping_interval_task",
+    "_pings_outstanding",
     "_ps",
     "_reading_task",
     "_subs",
