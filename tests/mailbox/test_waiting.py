@@ -42,7 +42,7 @@ class Queue:
 async def ringing(alarms):
     """The timer that ends waits."""
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(alarms.timer.run)
+        tasks.start_soon(alarms.run)
         yield
         tasks.cancel_scope.cancel()
 
