@@ -13,12 +13,13 @@ pytestmark = [
 ]
 
 
-async def test_no_more_calls_are_out_at_once_than_can_be_answered_in_time(here):
+async def test_no_more_calls_are_out_at_once_than_there_is_room_for_their_answers(here):
+    """An answer has a message in base64, up to 2 MiB where payloads have 1 MiB: 16 of them fit into the 32 MiB."""
     line = await here.line()
     async with here.box(over=line, timeout=30) as box, anyio.create_task_group() as tasks:
-        looks = line.hold(GET + here.names().dead, count=2_000)
-        further = line.hold(GET + here.names().dead, count=500, skip=2_000)
-        tasks.start_soon(box.purge_dead_letters, [f"none-{number}" for number in range(2_500)])
+        looks = line.hold(GET + here.names().dead, count=16)
+        further = line.hold(GET + here.names().dead, count=4, skip=16)
+        tasks.start_soon(box.purge_dead_letters, [f"none-{number}" for number in range(20)])
         await looks.full()
         await box.counts()  # which leaves after all that has left
         assert not further.caught
