@@ -132,6 +132,35 @@ def test_a_forked_child_has_let_go_of_what_is_its_parents():
     assert done.stdout.splitlines() == ["2 [] True", "set()"]
 
 
+COLLECTS = """
+import gc, os, signal
+from mainspring.core import process
+class Thing:
+    def __init__(self): self.itself = self
+    def forget(self): said.append("forgotten")
+class Key:
+    def __hash__(self):
+        if is_forking:
+            gc.collect()
+        return id(self)
+gc.disable()
+is_forking, said, thing = False, [], Thing()
+process.on_fork(thing, Thing.forget)
+for _ in range(3):
+    process.shared("things", Key(), Thing)  # which only itself refers to
+is_forking = True
+pid = os.fork()
+if pid == 0:
+    os._exit(len(said) + 10 * len(signal.pthread_sigmask(signal.SIG_BLOCK, ())))
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+def test_a_collection_of_garbage_in_a_forked_child_leaves_nothing_of_the_parents():
+    done = subprocess.run([sys.executable, "-c", COLLECTS], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["1"]
+
+
 EARLY = """
 import os, signal, time
 signal.signal(signal.SIGINT, signal.default_int_handler)

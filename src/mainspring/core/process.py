@@ -63,7 +63,8 @@ def _after_fork_in_child() -> None:
     parent, _registry = _registry, _Registry()
     parent.here = False
     # Kept, not used: what the parent goes on using must not be torn down here when the last reference to it is dropped.
-    _registry.inherited = {**parent.inherited, **dict(parent.shared)}
+    # By items(), which holds the values: a collection of garbage can end one between its key and a look at it.
+    _registry.inherited = {**parent.inherited, **dict(parent.shared.items())}
     try:
         signal.set_wakeup_fd(-1)  # a socket of the parent's event loop
         for thing, forget in reversed(list(parent.on_fork.items())):
