@@ -115,7 +115,7 @@ async def test_another_database_under_the_inode_of_one_that_rests_is_not_taken_f
 
 
 async def test_an_earlier_copy_of_a_file_that_rests_is_not_taken_for_it(path, tmp_path, monkeypatch):
-    """A lease of it would have the number of one that was given out before."""
+    """A lease of it would have the number of an earlier lease."""
     async with SQLiteMailbox(path, name="letters") as mailbox:
         await mailbox.send_many(range(3))
     before = path.read_bytes()

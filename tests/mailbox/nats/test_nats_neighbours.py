@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.loops("asyncio", "uvloop")]
 MIB = 1 << 20
 LARGE = "x" * 1_000_000
 MANY = 90
-"""So many large messages are more than the server lets wait for one connection (``max_pending``, 64 MiB)."""
+"""More large messages than the server lets wait for one connection (``max_pending``, 64 MiB)."""
 
 
 class Configured(NatsServer):

@@ -373,10 +373,10 @@ class Listener:
         channel, self._channel = self._channel, None
         self._by_channel.clear()
         if channel is not None:
-            await channel.shared.disconnect()  # also those that are about to subscribe
+            await channel.shared.disconnect()  # also channels that are about to subscribe
 
     async def _renew(self, _: float) -> float:
-        """Subscribe all again that have had a subscription and have none; those that are refused once more, later."""
+        """Subscribe all again that have lost their subscription; the refused ones once more, later."""
         channel, wanted = self._channel, [one for one in self._subscriptions if one.was_live and not one.live]
         if channel is None or not wanted:
             return math.inf

@@ -80,7 +80,7 @@ Inode = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class FileIdentity:
-    """What makes a mailbox file the one that was opened."""
+    """Tells a mailbox file from another one at its path."""
 
     inode: Inode | None
     file_id: str
@@ -103,7 +103,7 @@ class DatabaseFile:
         self._log_pages = 0
         self._identity: FileIdentity | None = None  # from the first opening until the last leaves
         self._log: Inode | None = None  # that of the connection
-        self._tick = 0  # the last one that this process has committed
+        self._tick = 0  # the last tick committed by this process
         self._rested = False
         self._seen: Seen | None = None
 
@@ -331,7 +331,7 @@ class DatabaseFile:
         identity = self._identity
         if identity is None and not any(os.path.exists(f"{self.path}{suffix}") for suffix in ("", "-wal", "-journal")):
             _make(self.path, first)
-        inode = _inode(self.path)  # before it is connected: one that takes its place from now on is another one
+        inode = _inode(self.path)  # before connecting: a file put in its place from now on is seen
         if identity is not None and inode != identity.inode:
             raise self._not_there("deleted" if inode is None else "replaced by another one")
         create = 0 if identity else apsw.SQLITE_OPEN_CREATE
