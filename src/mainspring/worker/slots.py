@@ -1,7 +1,7 @@
 """How much work a worker may take: admission, slots, claim ahead, and the capacity that loops share.
 
 ``Admission`` says whether it may claim at all: it is running, paused or stopped. ``Slots`` says how many messages it may claim
-now. ``ClaimAhead`` decides how many it may have in hand: the messages in its slots, and the messages that its slots will soon begin.
+now. ``ClaimAhead`` decides how many it may have in hand: the messages in its slots, and the next ones they will begin.
 ``Capacity`` is the limit of a group: a loop that shares it claims no message without a slot of it, and nothing ahead. Whatever
 has not begun when admission closes is released by the worker.
 """

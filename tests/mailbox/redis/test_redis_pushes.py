@@ -138,14 +138,20 @@ async def test_what_was_sent_over_a_connection_that_broke_goes_back(here, line, 
         assert (message.delivery_count, message.attempt) == (1, 1)
 
 
+async def push_and_hold(line, waiting, mailbox, sender) -> anyio.CancelScope:
+    """Send "x" to a receive that waits, and hold it on its way. Return the scope of the receive."""
+    scope = anyio.CancelScope()
+    await waiting.start(mailbox, scope=scope)
+    line.news.hold()
+    await sender.send("x")
+    await line.news.arrived()
+    return scope
+
+
 async def test_what_was_taken_back_and_comes_late_is_not_taken(here, line, waiting):
     """Its receive is gone and so is its lease, when it is heard of; a receive that waits by then does not get it."""
     async with line.mailbox() as mailbox, here.mailbox() as sender:
-        scope = anyio.CancelScope()
-        await waiting.start(mailbox, scope=scope)
-        line.news.hold()
-        await sender.send("x")
-        await line.news.arrived()
+        scope = await push_and_hold(line, waiting, mailbox, sender)
         scope.cancel()
         await counts(mailbox, Counts(pending=1))
         (held,) = await sender.receive()
@@ -163,11 +169,7 @@ async def test_what_was_taken_back_and_comes_late_is_not_taken(here, line, waiti
 async def test_what_may_have_been_taken_back_is_not_taken(here, line, waiting):
     """Its lease is another process's, but the answer that says so is on its way still, as it is heard of."""
     async with line.mailbox() as mailbox, here.mailbox() as sender:
-        scope = anyio.CancelScope()
-        await waiting.start(mailbox, scope=scope)
-        line.news.hold()
-        await sender.send("x")
-        await line.news.arrived()
+        scope = await push_and_hold(line, waiting, mailbox, sender)
         line.answers.hold()
         scope.cancel()
         await line.answers.arrived()
