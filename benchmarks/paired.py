@@ -88,8 +88,8 @@ def store(name: str) -> Iterator[tuple[str, Callable[[], None]] | None]:
             yield None if there is None else (local_server.with_name(there), lambda: kind.empty(there))
 
 
-def measure(tree: Path, command: list[str], figure: str) -> Any:
-    """The figure that one run of ``command`` gives with the sources of ``tree``."""
+def measure(tree: Path, command: list[str], figure: str, row: str = "") -> Any:
+    """The figure that one run of ``command`` gives with the sources of ``tree``, of the row that has ``row`` in its name."""
     run = subprocess.run(
         [sys.executable, *command],
         env=os.environ | {"PYTHONPATH": str(tree / "src")},
@@ -98,7 +98,8 @@ def measure(tree: Path, command: list[str], figure: str) -> Any:
         check=True,
         timeout=PATIENCE,
     )
-    return json.loads(next(line for line in reversed(run.stdout.splitlines()) if line.startswith("{")))[figure]
+    rows = (json.loads(line) for line in run.stdout.splitlines() if line.startswith("{"))
+    return next(found for found in rows if row in found.get("name", ""))[figure]
 
 
 def row(name: str, case: Case, run: Callable[[Path], float], trees: tuple[Path, Path]) -> Row:
@@ -123,15 +124,12 @@ def main() -> int:
     with checked_out(revision) as before:
         trees = (ROOT, before)
         if "memory" in names:
-            case = Case("full path", 0)
-            report(
-                row(
-                    "memory",
-                    case,
-                    lambda tree: median(measure(tree, [str(HERE / "memory.py"), "--quick"], "ratios")),
-                    trees,
-                )
-            )
+            command = [str(HERE / "memory.py"), "--quick"]
+
+            def memory(tree: Path) -> float:
+                return median(measure(tree, command, "ratios", "serialize=False"))
+
+            report(row("memory", Case("full path", 0), memory, trees))
         for name in names:
             for case in CASES.get(name, ()):
                 compare(name, case, trees)
