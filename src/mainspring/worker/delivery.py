@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import anyio
 
@@ -51,8 +51,7 @@ if TYPE_CHECKING:
     from contextvars import Context as CallContext
 
     from mainspring.core.dispatcher import Dispatcher
-    from mainspring.mailbox.mailbox import Mailbox
-    from mainspring.mailbox.message import Message
+    from mainspring.mailbox.message import Envelope, Message
     from mainspring.runtime.deadline import Deadline
     from mainspring.runtime.heartbeat import Heartbeat
     from mainspring.worker.settings import WorkerSettings
@@ -245,27 +244,42 @@ Wrapper: TypeAlias = "Callable[[Message[Any, Any], Callable[[], Awaitable[Any]]]
 """What :meth:`MainLoop.wrap` takes."""
 
 
+class Runs(Protocol):
+    """The handler runs of a worker: of one function, or of each message's own (see ``tasks``)."""
+
+    cancelled: bool
+    """True once the loop itself is being cancelled, and its handlers with it."""
+
+    def make(self, delivery: Delivery, scope: anyio.CancelScope) -> Coroutine[Any, Any, Decision]:
+        """Run the handler once; see :meth:`HandlerRuns.make`."""
+
+    def judge(self, delivery: Delivery, error: BaseException) -> Decision:
+        """Decide what a failure of the handler, or of its reply, means for the message."""
+
+
 class HandlerRuns:
-    """A worker's handler calls."""
+    """The runs of one function, as :class:`Runs`.
+
+    ``call`` is what :meth:`Handler.caller` returns, and ``reply_to`` makes the reply of what it returns.
+    """
 
     def __init__(
         self,
         name: str,
-        mailbox: Mailbox[Any, Any],
-        call: Callable[..., Coroutine[Any, Any, Any]],
-        settings: WorkerSettings,
         dispatcher: Dispatcher,
         clock: Callable[[], float],
         context: CallContext,
-        wrappers: Sequence[Wrapper] = (),
+        wrappers: Sequence[Wrapper],
+        call: Callable[..., Coroutine[Any, Any, Any]],
+        settings: WorkerSettings,
+        reply_to: Callable[[Message[Any, Any], Any], Envelope],
     ) -> None:
         self.wrappers = wrappers
         self.cancelled = False
-        """True once the loop itself is being cancelled, and its handlers with it."""
         self._context = context
         self._name = name
-        self._mailbox = mailbox
         self._call = call
+        self._reply_to = reply_to
         self._settings = settings
         self._called = f"the handler {settings.handler}".rstrip()
         self._timeout = settings.handler_timeout
@@ -410,7 +424,7 @@ class HandlerRuns:
         message = delivery.message
         if message.delivery.reply_to is None or (message.is_settled and not is_unanswered(message.settlement)):
             return DONE
-        return Decision(Outcome.ACKNOWLEDGED, Ack(self._mailbox.reply_to(message, result)))
+        return Decision(Outcome.ACKNOWLEDGED, Ack(self._reply_to(message, result)))
 
     def _failed(self, delivery: Delivery, scope: anyio.CancelScope, error: BaseException) -> Decision:
         """Decide what an error of the handler means. If the engine cancelled the handler, the reason for that counts."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 import typing
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Coroutine
 from types import SimpleNamespace, UnionType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
@@ -16,9 +17,12 @@ from mainspring.worker.context import Context
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from contextlib import AbstractAsyncContextManager
 
+    from mainspring.mailbox.mailbox import Mailbox
     from mainspring.offload.pool import OffloadPool
-    from mainspring.worker.delivery import Delivery
+    from mainspring.worker.delivery import Delivery, HandlerRuns, Runs
+    from mainspring.worker.settings import WorkerSettings
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -32,6 +36,31 @@ _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _CONTEXT_NAMES = ("ctx", "context")
 
 
+class Handlers(ABC):
+    """What a loop handles its messages with, where each message names its own function (see ``tasks``).
+
+    It has what a loop asks of a :class:`Handler`, which is one function for all messages.
+    """
+
+    name: str
+    is_async = True
+    wants_context = False
+
+    @abstractmethod
+    def bind(self, mailbox: Mailbox[Any, Any]) -> None:
+        """Settle the types of the mailbox's bodies and replies."""
+
+    @abstractmethod
+    def pool(self, offload: OffloadPool | str | None, workers: int) -> AbstractAsyncContextManager[Any] | None:
+        """Return what the functions run in that do not run on the event loop; the loop enters it for each run."""
+
+    @abstractmethod
+    def runs(
+        self, mailbox: Mailbox[Any, Any], settings: WorkerSettings, pool: Any, make: Callable[..., HandlerRuns]
+    ) -> Runs:
+        """Return the handler runs of one run of the loop. ``make(call, settings, reply_to)`` makes those of one function."""
+
+
 class Handler(NamedTuple):
     """A user's handler, looked at once: ``body_type`` and ``reply_type`` are None where it does not say."""
 
@@ -41,6 +70,25 @@ class Handler(NamedTuple):
     wants_context: bool
     body_type: Any
     reply_type: Any
+
+    def bind(self, mailbox: Mailbox[Any, Any]) -> None:
+        """Settle the types of bodies and replies among handler, ``body=`` and mailbox."""
+        if self.body_type is None and not mailbox.is_bound:
+            raise ConfigError(
+                f"handler {self.name}: its first parameter has no annotation; annotate it with the type of the"
+                " message bodies, or pass body= (body=Any takes whatever JSON can say)"
+            )
+        mailbox.bind(body=self.body_type, reply=self.reply_type)
+
+    def runs(
+        self,
+        mailbox: Mailbox[Any, Any],
+        settings: WorkerSettings,
+        pool: Any,
+        make: Callable[..., HandlerRuns],
+    ) -> HandlerRuns:
+        """Return its runs in one run of a loop."""
+        return make(self.caller(pool), settings, mailbox.reply_to)
 
     def pool(self, offload: OffloadPool | str | None, workers: int) -> OffloadPool | None:
         """Return the pool that a plain function runs in: the one given, or one of ``workers`` threads or processes.
@@ -123,6 +171,11 @@ def _as_coroutine_function(fn: Callable[..., Any]) -> Callable[..., Coroutine[An
         return await fn(*args)
 
     return call
+
+
+def handlers_of(handler: Handlers | Callable[..., Any], names: Mapping[str, Any], *, body: Any) -> Handlers | Handler:
+    """Return what a loop runs its messages with: ``handler`` itself where it is several functions, else what it says."""
+    return handler if isinstance(handler, Handlers) else inspect_handler(handler, names, body=body)
 
 
 def inspect_handler(fn: Callable[..., Any], names: Mapping[str, Any], *, body: Any = None) -> Handler:

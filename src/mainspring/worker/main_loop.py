@@ -18,7 +18,7 @@ from mainspring.policies import DeadLetterPolicy, LeasePolicy, RetryPolicy
 from mainspring.runtime.heartbeat import Heartbeat
 from mainspring.runtime.scope import DaemonScope
 from mainspring.validation import MAX_VISIBILITY, is_number, is_whole
-from mainspring.worker.handler import check_wrapper, inspect_handler
+from mainspring.worker.handler import check_wrapper, handlers_of
 from mainspring.worker.inside import is_inside
 from mainspring.worker.runnable import stop_in_time
 from mainspring.worker.settings import WorkerSettings
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from mainspring.offload.pool import OffloadPool
     from mainspring.worker.actor import LoopActor
     from mainspring.worker.delivery import Delivery, Wrapper
-    from mainspring.worker.handler import HandlerOf
+    from mainspring.worker.handler import HandlerOf, Handlers
     from mainspring.worker.slots import Capacity
     from mainspring.worker.worker import OpenReceive, Worker
 
@@ -78,7 +78,7 @@ class MainLoop:
     def __init__(
         self,
         mailbox: Mailbox[T, R],
-        handler: HandlerOf[T, R],
+        handler: HandlerOf[T, R] | Handlers,
         *,
         name: str | None = None,
         concurrency: int = 1,
@@ -96,14 +96,15 @@ class MainLoop:
         if not isinstance(mailbox, Mailbox):
             raise ConfigError(f"MainLoop: mailbox must be a Mailbox (see open_mailbox), not {mailbox!r}")
         caller = sys._getframe(1)  # noqa: SLF001 - annotations may name classes local to the calling function
-        self._handler = inspect_handler(handler, {**caller.f_globals, **caller.f_locals}, body=body)
+        self._handler = handlers_of(handler, {**caller.f_globals, **caller.f_locals}, body=body)
         self.name = name or self._handler.name
         _check(
             self.name, concurrency, visibility_timeout, wait_time_seconds, handler_timeout, shutdown_timeout,
             shutdown_priority, retry, dead_letter, lease,
         )  # fmt: skip
         self._pool = self._handler.pool(offload, concurrency)
-        self._bind(mailbox)
+        self._handler.bind(mailbox)
+        _ = mailbox.codec  # made now, so that a type which cannot be a body is refused here
         self.mailbox = mailbox
         self.concurrency = concurrency
         self.visibility_timeout = float(visibility_timeout)
@@ -138,16 +139,6 @@ class MainLoop:
     def __repr__(self) -> str:
         state = "running" if self.running else "idle"
         return f"<{type(self).__name__} {self.name!r} on {self.mailbox.name!r} {state} in_flight={self.in_flight}>"
-
-    def _bind(self, mailbox: Mailbox[Any, Any]) -> None:
-        """Settle the types of bodies and replies among handler, ``body=`` and mailbox."""
-        if self._handler.body_type is None and not mailbox.is_bound:
-            raise ConfigError(
-                f"handler {self._handler.name}: its first parameter has no annotation; annotate it with the type of the"
-                " message bodies, or pass body= (body=Any takes whatever JSON can say)"
-            )
-        mailbox.bind(body=self._handler.body_type, reply=self._handler.reply_type)
-        _ = mailbox.codec  # made now, so that a type which cannot be a body is refused here
 
     def wrap(self, wrapper: Wrapper) -> Wrapper:
         """Let ``wrapper(message, call)`` run around every handler call: for spans, timing, a transaction, a log context.
@@ -201,8 +192,8 @@ class MainLoop:
         worker = Worker(
             self.name,
             self.mailbox,
-            self._handler.caller(self._pool),
             self._settings,
+            partial(self._handler.runs, self.mailbox, self._settings, self._pool),
             dispatcher=self.dispatcher,
             heartbeat=self._heartbeat,
             outcomes=self.outcomes,

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from mainspring.mailbox.mailbox import Mailbox
     from mainspring.mailbox.message import Message
     from mainspring.runtime.heartbeat import Heartbeat
-    from mainspring.worker.delivery import Wrapper
+    from mainspring.worker.delivery import Runs, Wrapper
     from mainspring.worker.settings import WorkerSettings
     from mainspring.worker.slots import Capacity
 
@@ -80,8 +80,8 @@ class Worker:
         self,
         name: str,
         mailbox: Mailbox[Any, Any],
-        call: Callable[..., Coroutine[Any, Any, Any]],
         settings: WorkerSettings,
+        runs: Callable[[Callable[..., HandlerRuns]], Runs],
         *,
         dispatcher: Dispatcher,
         heartbeat: Heartbeat,
@@ -124,9 +124,7 @@ class Worker:
         self._lease = LeaseKeeper(
             name, slots.deliveries, settings.lease, visibility, dispatcher, self.store_health, self._alarms
         )
-        self._handler_runs = HandlerRuns(
-            name, mailbox, call, settings, dispatcher, self._clock, context_of(self), wrappers
-        )
+        self._handler_runs = runs(partial(HandlerRuns, name, dispatcher, self._clock, context_of(self), wrappers))
         self._completion = Completion(
             Settler(name, mailbox, dispatcher, self._handler_runs.judge, self.store_health),
             slots,
