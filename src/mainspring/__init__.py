@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from mainspring.errors import TicketTimeoutError as TicketTimeoutError
     from mainspring.errors import TransactionEndedError as TransactionEndedError
     from mainspring.errors import UnknownEventError as UnknownEventError
+    from mainspring.errors import UnknownTaskError as UnknownTaskError
     from mainspring.errors import UnknownVersionError as UnknownVersionError
     from mainspring.group.group import LoopGroup as LoopGroup
     from mainspring.mailbox.backend import Backend as Backend
@@ -87,6 +88,9 @@ if TYPE_CHECKING:
     from mainspring.state.overrides import OverrideVersion as OverrideVersion
     from mainspring.state.session.session import Session as Session
     from mainspring.state.session.snapshot import Snapshot as Snapshot
+    from mainspring.tasks.job import Job as Job
+    from mainspring.tasks.task import Task as Task
+    from mainspring.tasks.tasks import Tasks as Tasks
     from mainspring.threads.loop_thread import LoopThread as LoopThread
     from mainspring.threads.ticket import Ticket as Ticket
     from mainspring.threads.ticket import TicketWriter as TicketWriter
@@ -127,7 +131,7 @@ _HOMES = {
         "TicketTimeoutError", "TransactionEndedError",
         "BudgetExceededError", "DeadlineExceededError", "JournalDamagedError", "JournalError", "JournalLockedError",
         "OverrideDamagedError", "OverrideError", "OverrideLockedError", "ReducerError", "SessionClosedError",
-        "SessionError", "SessionFullError", "UnknownEventError", "UnknownVersionError",
+        "SessionError", "SessionFullError", "UnknownEventError", "UnknownTaskError", "UnknownVersionError",
     ),
     "runtime.deadline": ("Deadline",),
     "core.dispatcher": ("Dispatcher",),
@@ -148,6 +152,9 @@ _HOMES = {
     "offload.pool": ("OffloadPool",),
     "state.overrides": ("OverrideVersion", "Overrides"),
     "policies": ("DeadLetterPolicy", "LeasePolicy", "RestartPolicy", "RetryPolicy"),
+    "tasks.job": ("Job",),
+    "tasks.task": ("Task",),
+    "tasks.tasks": ("Tasks",),
     "threads.loop_thread": ("LoopThread",),
     "runtime.shutdown_report": ("ShutdownReport",),
     "runtime.scope": ("DaemonScope",),

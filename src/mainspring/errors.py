@@ -70,6 +70,10 @@ class SerializationError(MailboxError, ValueError):
     message names the type and the field. Or a body, a reply or a checkpoint is larger than the store takes."""
 
 
+class UnknownTaskError(SerializationError):
+    """A message calls a task that this worker does not have. It is tried again, as another worker may have it."""
+
+
 class ReceiptHandleExpiredError(MailboxError):
     """The lease of this delivery has run out or another delivery holds the message; the call had no effect."""
 

@@ -104,7 +104,10 @@ class Codec:
             asked |= {"round_trip": True, "by_alias": by_alias}
         self._asked = asked
         to_json: Callable[..., bytes] = self._adapter.serializer.to_json
-        self._to_json = to_json if self._plain is not None else partial(to_json, **asked)
+        checked = self._plain is not None or (
+            dict in self._exact.certain and self._adapter.core_schema["type"] == "typed-dict"
+        )
+        self._to_json = to_json if checked else partial(to_json, **asked)
         self._dump = self._dump_revealed if self._exact.hides else self._to_json
 
     def _typed(self) -> TypeAdapter[Any]:

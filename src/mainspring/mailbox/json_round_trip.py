@@ -50,6 +50,8 @@ _KEYS: Mapping[str, frozenset[str]] = {
     "dataclass": frozenset({"cls", "schema", "config", "fields", "slots", "frozen", "post_init"}),
     "dataclass-args": frozenset({"fields", "dataclass_name", "computed_fields", "collect_init_only"}),
     "dataclass-field": frozenset({"name", "schema", "kw_only", "init", "frozen"}),
+    "typed-dict": frozenset({"cls", "config", "fields", "computed_fields", "extra_behavior"}),
+    "typed-dict-field": frozenset({"schema", "required"}),
 }
 """By kind of schema, what may stand in one whose values all come back, beside what is harmless anywhere."""
 _CONFIG = frozenset({"title", "frozen", "extra_fields_behavior"})
@@ -124,13 +126,15 @@ def _is_certain(node: Mapping[str, Any], *, top: bool = False) -> bool:
         return len(values) == 1 and values <= {str, int}
     if kind == "union":
         return all(isinstance(c, Mapping) and c["type"] in _APART and _is_certain(c) for c in node["choices"])
+    if top and kind == "typed-dict":
+        return _is_certain_typed_dict(node)
     return top and kind in _CLASSES and _is_certain_class(node)
 
 
 _BY_NAME: Mapping[str, type[Any]] = {
     "str": str, "int": int, "float": float, "bool": bool, "none": NoneType, "bytes": bytes, "uuid": UUID, "date": date,
     "time": time, "datetime": datetime, "timedelta": timedelta, "list": list, "tuple": tuple, "set": set,
-    "frozenset": frozenset, "dict": dict,
+    "frozenset": frozenset, "dict": dict, "typed-dict": dict,
 }  # fmt: skip
 
 
@@ -172,6 +176,18 @@ def _is_certain_class(node: Mapping[str, Any]) -> bool:
     return all(
         not field.keys() - _HARMLESS - _KEYS[field["type"]] and field.get("init", True) and _is_certain(field["schema"])
         for field in (fields.values() if isinstance(fields, Mapping) else fields)
+    )
+
+
+def _is_certain_typed_dict(node: Mapping[str, Any]) -> bool:
+    """True if its fields are plain, and it takes no others: those are refused before it is written."""
+    if node.get("extra_behavior") != "forbid" and node.get("config", {}).get("extra_fields_behavior") != "forbid":
+        return False
+    if node.get("computed_fields") or node.get("config", {}).keys() - _CONFIG:
+        return False
+    return all(
+        not field.keys() - _HARMLESS - _KEYS["typed-dict-field"] and _is_certain(field["schema"])
+        for field in node["fields"].values()
     )
 
 

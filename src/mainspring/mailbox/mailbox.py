@@ -286,7 +286,8 @@ class Mailbox(Generic[T, R]):
     def codec(self) -> Codec:
         """The codec of this mailbox's bodies; made at first use, when the type is known."""
         if self._codec is None:
-            self._codec = Codec(self._body_type, verifies=self.verifies)
+            given = self._body_type
+            self._codec = given if isinstance(given, Codec) else Codec(given, verifies=self.verifies)
         return self._codec
 
     @property
@@ -309,6 +310,7 @@ class Mailbox(Generic[T, R]):
     def bind(self, *, body: Any = None, reply: Any = None) -> None:
         """Say the type of bodies (or replies) where the constructor was not told; a loop does so from its handler.
 
+        In the place of a type it takes a :class:`~mainspring.mailbox.codec.Codec` that does it all.
         Raises :class:`ConfigError` where it was told another one.
         """
         self._body_type = self._bound("body", self._body_type, body)
@@ -326,6 +328,10 @@ class Mailbox(Generic[T, R]):
     def new_id(self) -> str:
         """Return a new message id: a random prefix of this mailbox object and a count, so that ids sort in order of sending."""
         return self._ids.next()
+
+    def encoded(self, body: T) -> Any:
+        """Return ``body``, checked, in the form in which the backend keeps it: the body of an :class:`Envelope`."""
+        return self._encode(self._codec or self.codec, body)
 
     def _encode(self, codec: Codec, body: Any) -> Any:
         """Return ``body``, checked, in the form in which the backend keeps it."""
@@ -430,6 +436,37 @@ class Mailbox(Generic[T, R]):
             Envelope(message_id, payload, delay, address, None, priority, given, expires_in)
             for message_id, payload in zip(self._ids.take(len(payloads)), payloads, strict=True)
         ]
+        if connection is not None:
+            return await self.backend.send_within(connection, envelopes)
+        return await self.backend.send(envelopes)
+
+    def prepare(
+        self,
+        body: T,
+        *,
+        delay: Seconds = 0,
+        at: datetime | None = None,
+        reply_to: str | Mailbox[Any, Any] | None = None,
+        dedup_key: str | None = None,
+        priority: int = 0,
+        headers: Mapping[str, str] | None = None,
+        expires_in: Seconds | None = None,
+        deadline: Deadline | Inherited | None = "inherit",
+    ) -> Envelope:
+        """Return the message that :meth:`send` would send, for :meth:`send_prepared`; its id is known before it is sent.
+
+        The parameters are those of :meth:`send`, and so are the errors of what does not fit.
+        """
+        headers = with_deadline(headers, deadline)
+        return self._envelope(body, delay, at, reply_to, dedup_key, priority, headers, expires_in)
+
+    async def send_prepared(self, envelopes: list[Envelope], *, connection: Any = None) -> list[str]:
+        """Send messages from :meth:`prepare`, in order, all or none. Return the ids under which they are stored.
+
+        An id may be that of an unfinished message with the same ``dedup_key``: see :meth:`Envelope.is_stored_as`.
+        ``connection``, errors and cancellation are as for :meth:`send`.
+        """
+        self._check_open()
         if connection is not None:
             return await self.backend.send_within(connection, envelopes)
         return await self.backend.send(envelopes)
@@ -662,7 +699,11 @@ class Mailbox(Generic[T, R]):
 
     def reply_to(self, message: Message[Any, Any], body: Any) -> Envelope:
         """Return the reply to ``message``, checked and encoded, for :class:`Ack`."""
-        return replies.reply_to(self, message.delivery, self._encode(self.reply_codec, body))
+        return self.encoded_reply(message, self._encode(self.reply_codec, body))
+
+    def encoded_reply(self, message: Message[Any, Any], body: Any) -> Envelope:
+        """Return the reply to ``message`` whose body is encoded already, as :meth:`Codec.encode` does."""
+        return replies.reply_to(self, message.delivery, body)
 
     @asynccontextmanager
     async def transaction(self, message: Message[Any, Any]) -> AsyncIterator[Any]:

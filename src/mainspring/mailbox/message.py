@@ -41,6 +41,13 @@ class Envelope:
     headers: Mapping[str, str] = field(default_factory=dict)
     expires_in: float | None = None
 
+    def is_stored_as(self, message_id: str) -> bool:
+        """True if the store keeps this message under that id, rather than an unfinished one with its ``dedup_key``.
+
+        A store may add something to the end of the id of a message with a key.
+        """
+        return message_id.startswith(self.message_id)
+
 
 @dataclass(slots=True)
 class ClaimedMessage:

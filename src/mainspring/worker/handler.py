@@ -95,24 +95,16 @@ class Handler(NamedTuple):
 
         :raises ConfigError: the handler cannot run there.
         """
+        check_offload(f"handler {self.name}", offload, is_async=self.is_async)
         if self.is_async:
-            if offload is None:
-                return None
-            raise ConfigError(
-                f"handler {self.name} is async and runs on the event loop; leave out offload=, or make it a plain `def`"
-                " (an async handler offloads a part of its work by `await pool.run(...)`)"
-            )
+            return None
         from mainspring.offload.pool import OffloadPool
 
         if isinstance(offload, OffloadPool):
             pool = offload
-        elif offload in (None, "thread", "process"):
+        else:
             kind: Any = offload or "thread"
             pool = OffloadPool(kind, workers=workers, name=f"{kind} pool of {self.name}")
-        else:
-            raise ConfigError(
-                f"handler {self.name}: offload must be 'thread', 'process' or an OffloadPool, not {offload!r}"
-            )
         if pool.kind != "thread":
             self._check_leaves_the_interpreter(pool.kind)
         return pool
@@ -138,7 +130,7 @@ class Handler(NamedTuple):
         meanwhile.
         """
         if pool is None:
-            return _as_coroutine_function(self.fn)
+            return as_coroutine_function(self.fn)
         fn, name, run_to_the_end, process = self.fn, self.name, pool.run_to_the_end, identity()
 
         async def run_in_thread(delivery: Delivery, *args: Any) -> Any:
@@ -161,7 +153,22 @@ class Handler(NamedTuple):
         return run_in_thread if pool.kind == "thread" else run_elsewhere
 
 
-def _as_coroutine_function(fn: Callable[..., Any]) -> Callable[..., Coroutine[Any, Any, Any]]:
+def check_offload(owner: str, offload: object, *, is_async: bool) -> None:
+    """Raise :class:`ConfigError` for what is no place to run the function of ``owner`` in."""
+    if offload is None:
+        return
+    if is_async:
+        raise ConfigError(
+            f"{owner} is async and runs on the event loop; leave out offload=, or make it a plain `def`"
+            " (an async function offloads a part of its work by `await pool.run(...)`)"
+        )
+    from mainspring.offload.pool import OffloadPool
+
+    if offload not in ("thread", "process") and not isinstance(offload, OffloadPool):
+        raise ConfigError(f"{owner}: offload must be 'thread', 'process' or an OffloadPool, not {offload!r}")
+
+
+def as_coroutine_function(fn: Callable[..., Any]) -> Callable[..., Coroutine[Any, Any, Any]]:
     """Return ``fn`` if a call of it runs nothing yet; else an ``async def`` that calls it. Some are only marked as async."""
     code = getattr(code_of(fn), "__code__", None)
     if code is not None and code.co_flags & inspect.CO_COROUTINE:
@@ -197,7 +204,7 @@ def inspect_handler(fn: Callable[..., Any], names: Mapping[str, Any], *, body: A
         raise ConfigError(f"handler {name}: its parameters cannot be read ({error}); wrap it in a function") from error
     target = code_of(fn)
     positional = _parameters(name, signature)
-    annotations = _Annotations(name, target, names)
+    annotations = Annotations(f"handler {name}", target, names, remedy=" or pass body=")
     first = positional[0].name if positional else ""
     return Handler(
         fn=fn,
@@ -230,7 +237,7 @@ def _parameters(name: str, signature: inspect.Signature) -> list[inspect.Paramet
     return positional
 
 
-def _wants_context(name: str, signature: inspect.Signature, annotations: _Annotations) -> bool:
+def _wants_context(name: str, signature: inspect.Signature, annotations: Annotations) -> bool:
     """True if the second positional parameter is for the context, rather than an option of the function's own.
 
     Raises :class:`ConfigError` where another parameter asks for the context, or the second one for something else.
@@ -239,13 +246,13 @@ def _wants_context(name: str, signature: inspect.Signature, annotations: _Annota
     second = next((p for p in parameters[1:2] if p.kind in _POSITIONAL), None)
     for parameter in parameters:
         named = parameter.name in _CONTEXT_NAMES and parameter.annotation is inspect.Parameter.empty
-        if parameter is not second and (named or Context in _alternatives(annotations.known(parameter.name))):
+        if parameter is not second and (named or Context in alternatives(annotations.known(parameter.name))):
             raise ConfigError(
                 f"handler {name}{signature}: the context is the second parameter; it must take (job) or (job, ctx)"
             )
     if second is None:
         return False
-    kinds = _alternatives(annotations.known(second.name))
+    kinds = alternatives(annotations.known(second.name))
     if second.default is not inspect.Parameter.empty and second.name not in _CONTEXT_NAMES:
         return Context in kinds
     if not any(map(_takes_context, kinds)):
@@ -256,12 +263,12 @@ def _wants_context(name: str, signature: inspect.Signature, annotations: _Annota
     return True
 
 
-def _alternatives(kind: Any) -> tuple[Any, ...]:
+def alternatives(kind: Any) -> tuple[Any, ...]:
     """Return the types that an annotation allows: several of a union."""
     if typing.get_origin(kind) is typing.Annotated:
-        return _alternatives(typing.get_args(kind)[0])
+        return alternatives(typing.get_args(kind)[0])
     if typing.get_origin(kind) in (typing.Union, UnionType):
-        return tuple(one for part in typing.get_args(kind) for one in _alternatives(part))
+        return tuple(one for part in typing.get_args(kind) for one in alternatives(part))
     return (kind,)
 
 
@@ -278,15 +285,16 @@ def _reply_type(returned: Any) -> Any:
     return None if returned is type(None) else returned
 
 
-class _Annotations:
+class Annotations:
     """The annotations of one function, each resolved by itself, so that an unknown type does not spoil the others.
 
     Linters move imports that only annotations need under ``TYPE_CHECKING``, so that an unknown type of the second parameter
     or of the result is nothing unusual.
     """
 
-    def __init__(self, name: str, target: Any, names: Mapping[str, Any]) -> None:
-        self._name = name
+    def __init__(self, owner: str, target: Any, names: Mapping[str, Any], *, remedy: str = "") -> None:
+        self._owner = owner
+        self._remedy = remedy
         target = inspect.unwrap(target)
         self._globals: dict[str, Any] = getattr(target, "__globals__", {})
         self._locals = names
@@ -308,8 +316,8 @@ class _Annotations:
             return self._resolve(what)
         except Exception as error:  # an annotation may be any expression, and so raise anything
             raise ConfigError(
-                f"handler {self._name}: the annotation of {what} cannot be resolved ({error}); define the class at module"
-                " level or pass body="
+                f"{self._owner}: the annotation of {what} cannot be resolved ({error}); define the class at module"
+                f" level{self._remedy}"
             ) from None
 
     def _resolve(self, what: str) -> Any:

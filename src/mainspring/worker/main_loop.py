@@ -423,14 +423,21 @@ def _check(
     if not is_whole(concurrency, 1):
         raise ConfigError(f"loop {name!r}: concurrency must be a whole number from 1, not {concurrency!r}")
     _check_times(name, visibility, wait)
-    if handler_timeout is not None and not (is_number(handler_timeout, 0) and handler_timeout):
-        raise ConfigError(f"loop {name!r}: handler_timeout must be above 0 seconds, or None, not {handler_timeout!r}")
+    check_handling(f"loop {name!r}", "handler_timeout", handler_timeout, retry, dead_letter)
     if shutdown_timeout is not None and not is_number(shutdown_timeout, 0):
         raise ConfigError(
             f"loop {name!r}: shutdown_timeout must be 0 or more seconds, or None, not {shutdown_timeout!r}"
         )
     if not is_whole(shutdown_priority):
         raise ConfigError(f"loop {name!r}: shutdown_priority must be a whole number, not {shutdown_priority!r}")
-    for policy, kind in ((retry, RetryPolicy), (dead_letter, DeadLetterPolicy), (lease, LeasePolicy)):
+    if lease is not None and not isinstance(lease, LeasePolicy):
+        raise ConfigError(f"loop {name!r}: LeasePolicy expected, not {lease!r}")
+
+
+def check_handling(owner: str, option: str, timeout: float | None, retry: object, dead_letter: object) -> None:
+    """Raise :class:`ConfigError` for a timeout of handlers (``option`` is its name) or a policy that cannot be."""
+    if timeout is not None and not (is_number(timeout, 0) and timeout):
+        raise ConfigError(f"{owner}: {option} must be above 0 seconds, or None, not {timeout!r}")
+    for policy, kind in ((retry, RetryPolicy), (dead_letter, DeadLetterPolicy)):
         if policy is not None and not isinstance(policy, kind):
-            raise ConfigError(f"loop {name!r}: {kind.__name__} expected, not {policy!r}")
+            raise ConfigError(f"{owner}: {kind.__name__} expected, not {policy!r}")

@@ -1,0 +1,209 @@
+"""A call of a task as the body of a message: ``{"task": NAME, "args": {…}}``."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any, NotRequired
+
+from mainspring.core.introspection import code_of
+from mainspring.errors import ConfigError, InvalidParameterError, SerializationError, UnknownTaskError
+from mainspring.mailbox.codec import Codec, NotJsonError, Unserialized
+from mainspring.worker.context import Context
+from mainspring.worker.handler import Annotations, alternatives
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from mainspring.tasks.task import Task
+
+_HEAD = b'{"task":"'
+_ARGS = b'","args":'
+_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_NO_DEFAULT = inspect.Parameter.empty
+
+
+class Parameters:
+    """The parameters of a task's function: which of them are sent, and their types.
+
+    The one that is annotated as :class:`~mainspring.worker.context.Context` is not sent. Parameters that have a default need
+    not be sent: then the worker's default holds.
+
+    :raises ConfigError: the function takes ``*args`` or ``**kwargs``, or an annotation is missing or cannot be resolved.
+    """
+
+    def __init__(self, name: str, fn: Callable[..., Any], names: Mapping[str, Any]) -> None:
+        self._name = name
+        signature = inspect.signature(fn)
+        annotations = Annotations(f"task {name}", code_of(fn), names)
+        self.context: str | None = None
+        """The name of the parameter that gets the context, or None."""
+        self.result_type = annotations.known("return")
+        self._types: dict[str, Any] = {}
+        sent = []
+        for each in signature.parameters.values():
+            if each.kind in _VARIABLE or each.kind is inspect.Parameter.POSITIONAL_ONLY:
+                raise ConfigError(
+                    f"task {name}{signature}: arguments are sent by name; write no `*`, `**` or `/` parameter"
+                )
+            if Context in alternatives(annotations.known(each.name)):
+                self.context = each.name
+                continue
+            if each.annotation is _NO_DEFAULT:
+                raise ConfigError(
+                    f"task {name}{signature}: annotate {each.name} with its type (Any is whatever JSON can say)"
+                )
+            kind = annotations.needed(each.name)
+            self._types[each.name] = kind if each.default is _NO_DEFAULT else NotRequired[kind]
+            sent.append(each.replace(annotation=kind))
+        self._signature = inspect.Signature(sent)
+        self._by_position = [each.name for each in sent if each.kind is not inspect.Parameter.KEYWORD_ONLY]
+        self._required = {each.name for each in sent if each.default is _NO_DEFAULT}
+        self._codec: Codec | None = None
+
+    @property
+    def codec(self) -> Codec:
+        """The codec of the arguments, made at first use.
+
+        :raises ConfigError: JSON cannot hold the type of one of them.
+        """
+        if self._codec is None:
+            import typing_extensions
+
+            typed_dict: Any = typing_extensions.TypedDict  # pydantic takes the standard library's from Python 3.12 on
+            kind = typed_dict(f"task {self._name}", self._types)
+            kind.__pydantic_config__ = {"extra": "forbid"}
+            self._codec = _Arguments(kind)
+        return self._codec
+
+    def bind(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call by their names, as they were given.
+
+        :raises InvalidParameterError: there are too many, or one is given twice. What is missing or unknown is for
+            :meth:`check`, as their types are: the codec refuses it.
+        """
+        if not args:
+            return keywords
+        bound = dict(zip(self._by_position, args, strict=False))
+        bound.update(keywords)
+        if len(bound) != len(args) + len(keywords):
+            self._check_signature(args, keywords)
+        return bound
+
+    def encode(self, arguments: dict[str, Any]) -> bytes:
+        """Return JSON bytes of the arguments.
+
+        :raises InvalidParameterError: one is missing or unknown.
+        :raises SerializationError: one is not of its type, or would not be read as what it is.
+        """
+        try:
+            return self.codec.encode(arguments)
+        except SerializationError:
+            self._check_signature((), arguments)
+            raise
+
+    def check(self, arguments: dict[str, Any]) -> None:
+        """Raise what :meth:`encode` raises for what does not fit."""
+        try:
+            self.codec.check(arguments)
+        except SerializationError:
+            self._check_signature((), arguments)
+            raise
+
+    def _check_signature(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        try:
+            self._signature.bind(*args, **keywords)
+        except TypeError as error:
+            raise InvalidParameterError(f"task {self._name}{self._signature}: {error}") from None
+
+
+class _Arguments(Codec):
+    """The arguments of a task by name."""
+
+    def _of(self, body: Any) -> str:
+        return "a call"
+
+
+class Call:
+    """One call of a task: its arguments by name, of the types that the function is annotated with."""
+
+    __slots__ = ("arguments", "task")
+
+    def __init__(self, task: Task[..., Any], arguments: dict[str, Any]) -> None:
+        self.task = task
+        self.arguments = arguments
+
+    def __repr__(self) -> str:
+        return f"{self.task.name}({', '.join(f'{name}={value!r}' for name, value in self.arguments.items())})"
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Call):
+            return NotImplemented
+        return self.task is other.task and self.arguments == other.arguments
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class CallCodec(Codec):
+    """Calls of the tasks in a register, to JSON bytes and back."""
+
+    def __init__(self, register: Mapping[str, Task[..., Any]]) -> None:
+        super().__init__()
+        self.body_type = Call
+        self._register = register
+
+    def encode(self, call: Call) -> bytes:
+        """Return JSON bytes of ``call``.
+
+        :raises InvalidParameterError: an argument is missing or unknown.
+        :raises SerializationError: one is not of its type, or would not be read as what it is.
+        """
+        return call.task.head + call.task.parameters.encode(call.arguments) + b"}"
+
+    def unserialized(self, call: Call) -> Unserialized:
+        """Return ``call`` itself, for a store that keeps objects, after a check of its arguments."""
+        call.task.parameters.check(call.arguments)
+        return Unserialized(call, Call)
+
+    def check(self, call: Call) -> None:
+        """Raise what :meth:`encode` raises for arguments that do not fit."""
+        call.task.parameters.check(call.arguments)
+
+    def decode(self, raw: bytes | Unserialized) -> Call:
+        """Return the call that ``raw`` holds.
+
+        :raises NotJsonError: it is no JSON.
+        :raises UnknownTaskError: no task of that name is registered here.
+        :raises SerializationError: it is no call, or its arguments do not fit the function.
+        """
+        if isinstance(raw, Unserialized):
+            call: Call = raw.body
+            return call
+        name, arguments = _parts(raw)
+        task = self._register.get(name)
+        if task is None:
+            raise UnknownTaskError(
+                f"no task {name!r} is registered in this worker; import the module that defines it, or keep the old name:"
+                f" @tasks.task(name={name!r})"
+            )
+        return Call(task, task.parameters.codec.decode(arguments))
+
+
+def head(name: str) -> bytes:
+    """Return how the JSON of each call of a task begins."""
+    return _HEAD + name.encode() + _ARGS
+
+
+def _parts(raw: bytes) -> tuple[str, bytes]:
+    """Return the task's name and the JSON of the arguments. Calls that were not sent from here may be written otherwise."""
+    before, found, arguments = raw.partition(_ARGS)
+    if found and before.startswith(_HEAD):
+        return before[len(_HEAD) :].decode(), arguments[:-1]
+    from pydantic_core import from_json, to_json
+
+    try:
+        found = from_json(raw)
+    except ValueError as error:
+        raise NotJsonError(f"the stored body is no JSON: {error}") from None
+    if isinstance(found, dict) and found.keys() == {"task", "args"} and isinstance(found["task"], str):
+        return found["task"], to_json(found["args"])
+    raise SerializationError('the stored body is no call of a task: {"task": NAME, "args": {…}} is')

@@ -1,0 +1,188 @@
+"""The handler runs of a loop whose messages are calls of tasks: each by the options of its task."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any, Self
+
+from mainspring.errors import SerializationError
+from mainspring.worker.handler import Handler, Handlers, as_coroutine_function
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+    from types import TracebackType
+
+    import anyio
+
+    from mainspring.mailbox.mailbox import Mailbox
+    from mainspring.mailbox.message import Envelope, Message
+    from mainspring.offload.pool import OffloadPool
+    from mainspring.tasks.calls import Call
+    from mainspring.tasks.task import Task
+    from mainspring.tasks.tasks import Tasks
+    from mainspring.worker.delivery import Delivery, HandlerRuns
+    from mainspring.worker.outcome import Decision
+    from mainspring.worker.settings import WorkerSettings
+
+
+class TaskHandlers(Handlers):
+    """The functions of a :class:`Tasks`, as the handlers of a loop."""
+
+    def __init__(self, tasks: Tasks) -> None:
+        self.name = tasks.name
+        self._tasks = tasks
+
+    def bind(self, mailbox: Mailbox[Any, Any]) -> None:
+        """Do nothing: the mailbox was made for calls."""
+
+    def pool(self, offload: OffloadPool | str | None, workers: int) -> Pools:
+        """Return what the plain functions run in that say no ``offload`` of their own."""
+        return Pools(self._tasks, offload, workers)
+
+    def runs(
+        self, mailbox: Mailbox[Any, Any], settings: WorkerSettings, pool: Any, make: Callable[..., HandlerRuns]
+    ) -> TaskRuns:
+        """Return the handler runs of one run of a loop."""
+        return TaskRuns(mailbox, settings, pool, make)
+
+
+class Pools:
+    """The pools that the plain functions of a :class:`Tasks` run in: one of each kind, and those that tasks were given."""
+
+    def __init__(self, tasks: Tasks, offload: OffloadPool | str | None, workers: int) -> None:
+        self._tasks = tasks
+        self._offload = offload
+        self._workers = workers
+        self._by_kind: dict[str, OffloadPool] = {}
+        self._by_task: dict[str, OffloadPool] = {}
+        self._opened = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        """Open the pools of the tasks that are registered by now.
+
+        :raises ConfigError: a function cannot run where its task says.
+        """
+        pools = {task.name: self._pool_of(task) for task in self._tasks.registered.values() if not task.is_async}
+        async with AsyncExitStack() as opened:
+            for pool in dict.fromkeys(pools.values()):
+                await opened.enter_async_context(pool)
+            self._opened = opened.pop_all()
+        self._by_task = pools
+        self._tasks.loops += 1
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        self._tasks.loops -= 1
+        return await self._opened.__aexit__(kind, error, trace)
+
+    def __getitem__(self, task: Task[..., Any]) -> OffloadPool:
+        return self._by_task[task.name]
+
+    def _pool_of(self, task: Task[..., Any]) -> OffloadPool:
+        from mainspring.offload.pool import OffloadPool
+
+        where: Any = task.handling.offload or self._offload or "thread"
+        if where in ("thread", "process"):
+            name = f"{where} pool of {self._tasks.name}"
+            where = self._by_kind.setdefault(where, OffloadPool(where, workers=self._workers, name=name))
+        pool = as_handler(task).pool(where, self._workers)
+        assert pool is not None  # the function is plain
+        return pool
+
+
+class TaskRuns:
+    """The handler runs of one run of a loop: those of a task are made at its first call."""
+
+    def __init__(
+        self, mailbox: Mailbox[Any, Any], settings: WorkerSettings, pools: Pools, make: Callable[..., HandlerRuns]
+    ) -> None:
+        self._settings = settings
+        self._pools = pools
+        self._make = make
+        self._by_task: dict[Task[..., Any], HandlerRuns] = {}
+        self._unreadable = make(as_coroutine_function(_never), settings, mailbox.reply_to)
+        """Of messages that are no call of a registered task: reading the body raises before the function is called."""
+
+    @property
+    def cancelled(self) -> bool:
+        """True once the loop itself is being cancelled, and its handlers with it."""
+        return self._unreadable.cancelled
+
+    @cancelled.setter
+    def cancelled(self, cancelled: bool) -> None:
+        for runs in (self._unreadable, *self._by_task.values()):
+            runs.cancelled = cancelled
+
+    def make(self, delivery: Delivery, scope: anyio.CancelScope) -> Coroutine[Any, Any, Decision]:
+        """Run the function of a call once; see :meth:`HandlerRuns.make`."""
+        return self._of(delivery).make(delivery, scope)
+
+    def judge(self, delivery: Delivery, error: BaseException) -> Decision:
+        """Decide what a failure of the function, or of its reply, means for the message."""
+        return self._of(delivery).judge(delivery, error)
+
+    def _of(self, delivery: Delivery) -> HandlerRuns:
+        try:
+            task = delivery.message.body.task
+        except SerializationError:
+            return self._unreadable
+        return self._by_task.get(task) or self._runs_of(task)
+
+    def _runs_of(self, task: Task[..., Any]) -> HandlerRuns:
+        how = task.handling
+        settings = self._settings._replace(
+            handler=task.name,
+            retry=how.retry or self._settings.retry,
+            dead_letter=how.dead_letter or self._settings.dead_letter,
+            handler_timeout=self._settings.handler_timeout if how.timeout is None else how.timeout,
+            wants_context=task.parameters.context is not None,
+            in_thread=not task.is_async,
+        )
+        call = _coroutine_of(task) if task.is_async else as_handler(task).caller(self._pools[task])
+        self._by_task[task] = runs = self._make(call, settings, _replier(task))
+        return runs
+
+
+class _PlainCall:
+    """What a pool calls for a task: pickled, it names the task."""
+
+    def __init__(self, task: Task[..., Any]) -> None:
+        self._task = task
+        self.__qualname__ = task.name
+
+    def __call__(self, call: Call, *context: Any) -> Any:
+        name = self._task.parameters.context
+        return (
+            self._task.fn(**call.arguments) if name is None else self._task.fn(**call.arguments, **{name: context[0]})
+        )
+
+
+def as_handler(task: Task[..., Any]) -> Handler:
+    """Return the plain function of a task as the handler of a loop."""
+    return Handler(_PlainCall(task), task.name, task.is_async, task.parameters.context is not None, None, None)
+
+
+def _coroutine_of(task: Task[..., Any]) -> Callable[..., Coroutine[Any, Any, Any]]:
+    """Return what gives the coroutine of a call."""
+    fn, name = as_coroutine_function(task.fn), task.parameters.context
+    if name is None:
+        return lambda call: fn(**call.arguments)
+    return lambda call, context: fn(**call.arguments, **{name: context})
+
+
+def _replier(task: Task[..., Any]) -> Callable[[Message[Any, Any], Any], Envelope]:
+    """Return what makes the reply of a result, which is checked against what the function says that it returns."""
+    mailbox = task.tasks.mailbox
+
+    def reply_to(message: Message[Any, Any], result: Any) -> Envelope:
+        codec = task.result_codec
+        encoded = codec.encode(result) if mailbox.serializes else codec.unserialized(result)
+        return mailbox.encoded_reply(message, encoded)
+
+    return reply_to
+
+
+async def _never(_: Any) -> None:
+    """Stand for the function of a message whose body cannot be read: it is not called."""

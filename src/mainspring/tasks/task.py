@@ -1,0 +1,274 @@
+"""``Task``: a function that can be called here, or sent to be called by a worker."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import update_wrapper
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast
+
+from mainspring.core.introspection import is_async
+from mainspring.errors import ConfigError, InvalidParameterError
+from mainspring.mailbox.codec import Codec
+from mainspring.mailbox.message import Envelope
+from mainspring.runtime.deadline import inherited
+from mainspring.tasks.calls import Call, Parameters, head
+from mainspring.tasks.job import Job
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from datetime import datetime
+
+    from mainspring.offload.pool import OffloadPool
+    from mainspring.policies import DeadLetterPolicy, RetryPolicy
+    from mainspring.runtime.deadline import Deadline, Inherited
+    from mainspring.tasks.tasks import Tasks
+    from mainspring.validation import Seconds
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class TaskOptions:
+    """How a task is handled, and how its calls are sent where nothing else is said; see :meth:`Tasks.task`."""
+
+    retry: RetryPolicy | None = None
+    dead_letter: DeadLetterPolicy | None = None
+    timeout: float | None = None
+    offload: str | OffloadPool | None = None
+
+
+@dataclass(frozen=True)
+class SendOptions:
+    """How a call is sent: what :meth:`Mailbox.send` takes, and ``unique``."""
+
+    delay: Seconds = 0
+    at: datetime | None = None
+    priority: int = 0
+    headers: Mapping[str, str] | None = None
+    expires_in: Seconds | None = None
+    deadline: Deadline | Inherited | None = "inherit"
+    dedup_key: str | None = None
+    unique: bool = False
+    connection: Any = None
+
+
+USUAL = SendOptions()
+"""How a call is sent of which nothing is said."""
+
+
+class Task(Generic[P, R]):
+    """A function of a :class:`~mainspring.tasks.tasks.Tasks`. Called, it runs here and now, as if it were no task.
+
+    Its calls are sent by :meth:`send` and the methods beside it, with the arguments that the function takes, but for its
+    :class:`~mainspring.worker.context.Context`. Each raises :class:`InvalidParameterError` where arguments are missing, unknown
+    or too many, :class:`SerializationError` where one is not of its type, and what :meth:`Mailbox.send` raises.
+    """
+
+    def __init__(
+        self,
+        tasks: Tasks,
+        name: str,
+        fn: Callable[..., Any],
+        parameters: Parameters,
+        options: TaskOptions,
+        sending: SendOptions,
+    ) -> None:
+        update_wrapper(self, fn)
+        self.tasks = tasks
+        self.name = name
+        self.fn = fn
+        self.parameters = parameters
+        self.handling = options
+        self.sending = USUAL if sending == USUAL else sending
+        self.head = head(name)
+        """How the JSON of each of its calls begins."""
+        self.is_async = is_async(fn)
+        self._result_codec: Codec | None = None
+
+    def __call__(self, *args: P.args, **keywords: P.kwargs) -> Any:
+        """Call the function itself. It is given no context but the one that is passed."""
+        return self.fn(*args, **keywords)
+
+    def __repr__(self) -> str:
+        return f"<Task {self.name!r} of {self.tasks.name!r}>"
+
+    def __reduce__(self) -> str:
+        return self.fn.__qualname__  # pickled by its name, as its function would be: for worker processes
+
+    @property
+    def result_codec(self) -> Codec:
+        """The codec of what it returns."""
+        if self._result_codec is None:
+            self._result_codec = Codec(self.parameters.result_type, what="a result")
+        return self._result_codec
+
+    def options(
+        self,
+        *,
+        delay: Seconds | None = None,
+        at: datetime | None = None,
+        priority: int | None = None,
+        headers: Mapping[str, str] | None = None,
+        expires_in: Seconds | None = None,
+        deadline: Deadline | Inherited | None = "inherit",
+        dedup_key: str | None = None,
+        unique: bool | None = None,
+        connection: Any = None,
+    ) -> Task[P, R]:
+        """Return the same task with other options for sending: ``await email.options(delay=60).send(…)``.
+
+        :param delay: seconds, or a timedelta, from the send until it may begin.
+        :param at: instead of ``delay``, the instant from which it may begin, with a time zone.
+        :param priority: higher is begun sooner (-32 767 to 32 767).
+        :param headers: strings that travel with the message.
+        :param expires_in: seconds, or a timedelta, after which it goes to the dead letters, unless a worker holds it.
+        :param deadline: the instant by which it must be done; by default that of the code that sends it.
+        :param dedup_key: while a call with this key is unfinished, another one is not sent: ``job.new`` is False then.
+        :param unique: True: as ``dedup_key``, with a key made of the task and its arguments.
+        :param connection: of a mailbox with ``Capabilities.transactions``: the connection whose transaction the call joins.
+        """
+        given: dict[str, Any] = {
+            "delay": delay, "at": at, "priority": priority, "headers": headers, "expires_in": expires_in,
+            "dedup_key": dedup_key, "unique": unique, "connection": connection,
+        }  # fmt: skip
+        changed = {name: value for name, value in given.items() if value is not None}
+        if deadline != "inherit":
+            changed["deadline"] = deadline
+        return Task(self.tasks, self.name, self.fn, self.parameters, self.handling, replace(self.sending, **changed))
+
+    # ------------------------------------------------------------------------------------------------------- sending
+
+    async def send(self, *args: P.args, **keywords: P.kwargs) -> Job[R]:
+        """Send one call. Return its job once the message is as durable as the mailbox makes it."""
+        envelope = self.prepare(args, keywords)
+        stored = await self.tasks.mailbox.send_prepared([envelope], connection=self.sending.connection)
+        return Job(self.tasks, stored[0], new=envelope.is_stored_as(stored[0]))
+
+    async def send_at(self, at: datetime, *args: P.args, **keywords: P.kwargs) -> Job[R]:
+        """Send one call that may begin at ``at``, a datetime with a time zone; a past one is now."""
+        return await self.options(at=at).send(*args, **keywords)
+
+    async def send_many(self, calls: Iterable[tuple[Any, ...] | Mapping[str, Any]]) -> list[Job[R]]:
+        """Send calls, all or none, in order: each a tuple of positional arguments, or a mapping of named ones."""
+        envelopes = [self.prepare(*each) for each in self.arguments_of(calls)]
+        stored = await self.tasks.mailbox.send_prepared(envelopes, connection=self.sending.connection)
+        return self.jobs(envelopes, stored)
+
+    async def request(self, *args: Any, timeout: float = 30.0, **keywords: Any) -> R:
+        """Send one call, and return what the function returns, in whatever process it runs.
+
+        :param timeout: seconds to wait. A parameter of the function that is called so too is given by its position.
+        :raises RequestTimeoutError: there is no result yet; the call is cancelled.
+        :raises RequestFailedError: the call was dead-lettered, or answered with :class:`ReplyError`.
+        :raises ReplyNotAvailableError: the mailbox is not open with ``async with``, nor under a running loop.
+        :raises ConfigError: the options have a ``dedup_key`` or ``unique``: a result goes to one requester; or ``connection``.
+        """
+        call = Call(self, self.parameters.bind(args, keywords))
+        return self._result(await self.tasks.mailbox.request(call, timeout=timeout, **self._asked()))
+
+    @property
+    def sync(self) -> SyncTask[P, R]:
+        """The same calls for threads that are not async; they block until they are done. See :attr:`Mailbox.sync`."""
+        return SyncTask(self)
+
+    # -------------------------------------------------------------------------------------------------- what is sent
+
+    def prepare(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> Envelope:
+        """Return the message of a call with these arguments, checked and encoded."""
+        call, how = Call(self, self.parameters.bind(args, keywords)), self.sending
+        mailbox = self.tasks.mailbox
+        if how is USUAL and inherited() is None:
+            return Envelope(mailbox.new_id(), mailbox.encoded(call))
+        return mailbox.prepare(
+            call,
+            delay=how.delay,
+            at=how.at,
+            dedup_key=self._dedup_key(call),
+            priority=how.priority,
+            headers=how.headers,
+            expires_in=how.expires_in,
+            deadline=how.deadline,
+        )
+
+    def arguments_of(
+        self, calls: Iterable[tuple[Any, ...] | Mapping[str, Any]]
+    ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Yield the positional and the named arguments of each call."""
+        for each in calls:
+            if isinstance(each, tuple):
+                yield each, {}
+            elif isinstance(each, Mapping):
+                yield (), dict(each)
+            else:
+                raise InvalidParameterError(
+                    f"task {self.name}: send_many takes the arguments of each call as a tuple or a mapping, not {each!r:.100}"
+                )
+
+    def jobs(self, envelopes: list[Envelope], stored: list[str]) -> list[Job[R]]:
+        """Return the jobs of messages that were stored under these ids."""
+        pairs = zip(stored, envelopes, strict=True)
+        return [Job(self.tasks, job_id, new=envelope.is_stored_as(job_id)) for job_id, envelope in pairs]
+
+    def _dedup_key(self, call: Call) -> str | None:
+        if not self.sending.unique or self.sending.dedup_key is not None:
+            return self.sending.dedup_key
+        arguments = self.parameters.encode(dict(sorted(call.arguments.items())))
+        return f"{self.name}:{hashlib.sha256(arguments).hexdigest()}"
+
+    def _asked(self) -> dict[str, Any]:
+        """Return the options of a request."""
+        how = self.sending
+        if how.unique or how.dedup_key is not None or how.connection is not None:
+            raise ConfigError(
+                f"task {self.name}: a request takes no unique, dedup_key or connection, as its result goes to one requester"
+            )
+        return {
+            "delay": how.delay, "at": how.at, "priority": how.priority, "headers": how.headers,
+            "expires_in": how.expires_in, "deadline": how.deadline,
+        }  # fmt: skip
+
+    def _result(self, reply: Any) -> R:
+        """Return a reply, which came as JSON data, as what the function returns."""
+        if not self.tasks.mailbox.serializes:
+            return cast("R", reply)
+        from pydantic_core import to_json
+
+        return cast("R", self.result_codec.decode(to_json(reply)))
+
+
+class SyncTask(Generic[P, R]):
+    """The calls of a :class:`Task` for threads that are not async, each with the parameters and errors of its namesake.
+
+    They run where the mailbox is open; ``with tasks.sync:`` opens it where nothing else does. See :class:`SyncMailbox`.
+    """
+
+    def __init__(self, task: Task[P, R]) -> None:
+        self._task = task
+        self._mailbox = task.tasks.mailbox.sync
+
+    def send(self, *args: P.args, **keywords: P.kwargs) -> Job[R]:
+        """Send one call."""
+        return self._send([(args, keywords)])[0]
+
+    def send_at(self, at: datetime, *args: P.args, **keywords: P.kwargs) -> Job[R]:
+        """Send one call that may begin at ``at``."""
+        return self._task.options(at=at).sync.send(*args, **keywords)
+
+    def send_many(self, calls: Iterable[tuple[Any, ...] | Mapping[str, Any]]) -> list[Job[R]]:
+        """Send calls, all or none."""
+        return self._send(list(self._task.arguments_of(calls)))
+
+    def request(self, *args: Any, timeout: float = 30.0, **keywords: Any) -> R:
+        """Send one call, and return what the function returns."""
+        return self._mailbox.call(self._task.request, *args, timeout=timeout, **keywords)
+
+    def _send(self, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Job[R]]:
+        async def prepare() -> list[Envelope]:
+            return [self._task.prepare(*each) for each in calls]
+
+        envelopes = self._mailbox.call(prepare)
+        stored = self._mailbox.send_prepared(envelopes, connection=self._task.sending.connection)
+        return self._task.jobs(envelopes, stored)

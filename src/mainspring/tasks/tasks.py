@@ -1,0 +1,237 @@
+"""``Tasks``: many functions on one mailbox."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Protocol, Self, TypeVar, overload
+
+from mainspring.core.introspection import check_runs, instead_of, name_of
+from mainspring.errors import ConfigError
+from mainspring.mailbox.limits import check_send
+from mainspring.mailbox.mailbox import Mailbox
+from mainspring.mailbox.open import open_mailbox
+from mainspring.tasks.calls import CallCodec, Parameters
+from mainspring.tasks.job import Job
+from mainspring.tasks.runs import TaskHandlers
+from mainspring.tasks.task import SendOptions, Task, TaskOptions
+from mainspring.validation import as_seconds
+from mainspring.worker.handler import check_offload
+from mainspring.worker.main_loop import MainLoop, check_handling
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+    from types import TracebackType
+    from typing import Concatenate
+
+    from mainspring.mailbox.sync import SyncMailbox
+    from mainspring.offload.pool import OffloadPool
+    from mainspring.policies import DeadLetterPolicy, LeasePolicy, RetryPolicy
+    from mainspring.validation import Seconds
+    from mainspring.worker.context import Context
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+CONCURRENCY = 10
+"""How many calls a loop of tasks runs at once, where nothing else is said."""
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.:/-]{0,199}")
+
+
+class _Decorator(Protocol):
+    """What ``@tasks.task(…)`` returns: it takes the function."""
+
+    @overload
+    def __call__(self, fn: Callable[Concatenate[Context, P], Coroutine[Any, Any, R]], /) -> Task[P, R]: ...
+    @overload
+    def __call__(self, fn: Callable[P, Coroutine[Any, Any, R]], /) -> Task[P, R]: ...
+    @overload
+    def __call__(self, fn: Callable[Concatenate[Context, P], R], /) -> Task[P, R]: ...
+    @overload
+    def __call__(self, fn: Callable[P, R], /) -> Task[P, R]: ...
+
+
+class Tasks:
+    """Functions that are called by messages of one mailbox: ``@tasks.task`` registers one, ``tasks.loop()`` works on them.
+
+    It is unopened, like a mailbox: ``async with tasks:`` opens the mailbox, and so does a LoopGroup that runs its loop.
+
+    :param mailbox: a mailbox URL, or an unopened mailbox that is bound to no type.
+    :param name: for logs, metrics and reports; the mailbox's by default.
+    :param retry: how long a failed call waits before it is tried again, where its task does not say.
+    :param dead_letter: when a call is given up, where its task does not say.
+    :raises ConfigError: the URL cannot be used, or the mailbox has a type of bodies.
+    """
+
+    def __init__(
+        self,
+        mailbox: str | Mailbox[Any, Any],
+        *,
+        name: str | None = None,
+        retry: RetryPolicy | None = None,
+        dead_letter: DeadLetterPolicy | None = None,
+    ) -> None:
+        self.registered: dict[str, Task[..., Any]] = {}
+        """The tasks by their names."""
+        self.loops = 0
+        """How many loops run on it in this process."""
+        if isinstance(mailbox, str):
+            mailbox = open_mailbox(mailbox)
+        if not isinstance(mailbox, Mailbox):
+            raise ConfigError(f"Tasks: give a mailbox URL or a Mailbox (see open_mailbox), not {mailbox!r}")
+        mailbox.bind(body=CallCodec(self.registered))
+        self.mailbox: Mailbox[Any, Any] = mailbox
+        """Where the calls are. Its bodies are calls of tasks."""
+        self.name = name or mailbox.name
+        check_handling(f"tasks {self.name!r}", "timeout", None, retry, dead_letter)
+        self.retry = retry
+        self.dead_letter = dead_letter
+
+    def __repr__(self) -> str:
+        return f"<Tasks {self.name!r} on {self.mailbox!r}>"
+
+    # ---------------------------------------------------------------------------------------------------- registering
+
+    @overload
+    def task(self, fn: Callable[Concatenate[Context, P], Coroutine[Any, Any, R]], /) -> Task[P, R]: ...
+    @overload
+    def task(self, fn: Callable[P, Coroutine[Any, Any, R]], /) -> Task[P, R]: ...
+    @overload
+    def task(self, fn: Callable[Concatenate[Context, P], R], /) -> Task[P, R]: ...
+    @overload
+    def task(self, fn: Callable[P, R], /) -> Task[P, R]: ...
+    @overload
+    def task(
+        self,
+        /,
+        *,
+        name: str | None = None,
+        retry: RetryPolicy | None = None,
+        dead_letter: DeadLetterPolicy | None = None,
+        timeout: float | None = None,
+        priority: int = 0,
+        unique: bool = False,
+        expires_in: Seconds | None = None,
+        offload: Literal["thread", "process"] | OffloadPool | None = None,
+    ) -> _Decorator: ...
+
+    def task(
+        self,
+        fn: Callable[..., Any] | None = None,
+        /,
+        *,
+        name: str | None = None,
+        retry: RetryPolicy | None = None,
+        dead_letter: DeadLetterPolicy | None = None,
+        timeout: float | None = None,
+        priority: int = 0,
+        unique: bool = False,
+        expires_in: Seconds | None = None,
+        offload: Literal["thread", "process"] | OffloadPool | None = None,
+    ) -> Any:
+        """Register a function: ``@tasks.task``, or ``@tasks.task(timeout=60)``. Return it as a :class:`Task`.
+
+        An ``async def`` runs on the worker's event loop, a plain ``def`` in a thread of its worker. Its parameters are
+        annotated with types that JSON can hold; a parameter annotated as :class:`Context` gets the context, and is no part of
+        the message. Put it first, so that type checkers know that callers leave it out.
+
+        :param name: how messages name it; the function's name by default. Keep the name when the function is renamed.
+        :param retry: how long a failed call waits before it is tried again.
+        :param dead_letter: when a call is given up.
+        :param timeout: seconds after which the function is cancelled, as a failed attempt.
+        :param priority: of its calls: higher is begun sooner.
+        :param unique: True: while a call with the same arguments is unfinished, another one is not sent.
+        :param expires_in: seconds, or a timedelta, after which a call that has not begun goes to the dead letters.
+        :param offload: where a plain function runs: ``"thread"``, ``"process"``, or an :class:`OffloadPool`.
+        :raises ConfigError: the name is taken, a parameter cannot be sent, a value is impossible, or a loop runs already.
+        """
+        caller = sys._getframe(1)  # noqa: SLF001 - annotations may name classes local to the calling function
+        names = {**caller.f_globals, **caller.f_locals}
+        handling = TaskOptions(retry, dead_letter, timeout, offload)
+        sending = SendOptions(priority=priority, unique=unique, expires_in=expires_in)
+        if fn is not None:
+            return self._register(fn, name, handling, sending, names)
+        return lambda function: self._register(function, name, handling, sending, names)
+
+    def _register(
+        self,
+        fn: Callable[..., Any],
+        name: str | None,
+        handling: TaskOptions,
+        sending: SendOptions,
+        names: dict[str, Any],
+    ) -> Task[..., Any]:
+        if not callable(fn):
+            raise ConfigError(f"a task must be a function, {instead_of(fn, 'task')}")
+        check_runs(fn, "task")
+        name = name_of(fn).rpartition(".")[2] if name is None else name
+        if not (isinstance(name, str) and _NAME.fullmatch(name)):
+            raise ConfigError(
+                f"task {name!r}: a name is up to 200 letters, digits and _ . : / -, and begins with a letter; give name="
+            )
+        if name in self.registered:
+            raise ConfigError(
+                f"task {name!r} is registered already on {self.name!r}; give one of the two another name="
+            )
+        if self.loops:
+            raise ConfigError(f"task {name!r}: a loop of {self.name!r} runs already; register tasks before")
+        check_handling(f"task {name}", "timeout", handling.timeout, handling.retry, handling.dead_letter)
+        check_send(0.0, None, sending.priority, None, as_seconds(sending.expires_in))
+        task: Task[..., Any] = Task(self, name, fn, Parameters(name, fn, names), handling, sending)
+        check_offload(f"task {name}", handling.offload, is_async=task.is_async)
+        self.registered[name] = task
+        return task
+
+    # ------------------------------------------------------------------------------------------------------- working
+
+    def loop(
+        self,
+        *,
+        name: str | None = None,
+        concurrency: int = CONCURRENCY,
+        visibility_timeout: float = 60,
+        wait_time_seconds: float = 30,
+        lease: LeasePolicy | None = None,
+        shutdown_timeout: float | None = None,
+        shutdown_priority: int = 0,
+        offload: Literal["thread", "process"] | OffloadPool | None = None,
+    ) -> MainLoop:
+        """Return a loop that runs the calls, for a LoopGroup; see :class:`MainLoop` for the parameters.
+
+        It runs each task that is registered by the time it starts.
+        """
+        return MainLoop(
+            self.mailbox,
+            TaskHandlers(self),
+            name=name or self.name,
+            concurrency=concurrency,
+            visibility_timeout=visibility_timeout,
+            wait_time_seconds=wait_time_seconds,
+            retry=self.retry,
+            dead_letter=self.dead_letter,
+            lease=lease,
+            shutdown_timeout=shutdown_timeout,
+            shutdown_priority=shutdown_priority,
+            offload=offload,
+        )
+
+    def job(self, job_id: str) -> Job[Any]:
+        """Return the job of that id, as :attr:`Job.id` gave it, perhaps in another process. The store is not asked for it."""
+        return Job(self, job_id)
+
+    # ---------------------------------------------------------------------------------------------------- life cycle
+
+    @property
+    def sync(self) -> SyncMailbox[Any, Any]:
+        """The mailbox for threads that are not async: ``with tasks.sync:`` opens it, for ``task.sync.send(…)``."""
+        return self.mailbox.sync
+
+    async def __aenter__(self) -> Self:
+        """Open the mailbox."""
+        await self.mailbox.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return await self.mailbox.__aexit__(kind, error, trace)
