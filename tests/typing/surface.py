@@ -43,10 +43,12 @@ from mainspring import (
     Session,
     ShutdownCoordinator,
     ShutdownReport,
+    Tasks,
     Ticket,
     Verdict,
     open_mailbox,
 )
+from mainspring import Job as SentJob
 from mainspring.events import DispatchResult, MessageFinished
 from mainspring.state.session import append, replace_latest
 
@@ -413,3 +415,43 @@ async def lifecycle() -> None:
         coordinator.trigger()
         assert_type(coordinator.triggered, bool)
     assert_type(ShutdownCoordinator.get(), ShutdownCoordinator | None)
+
+
+# ------------------------------------------------------------------------------------------------------------------ tasks
+
+tasks = Tasks("sqlite:///jobs.db?name=jobs", retry=RetryPolicy(factor=3))
+
+
+@tasks.task
+async def email(to: str, subject: str = "Hello") -> Result:
+    return Result(to + subject)
+
+
+@tasks.task(timeout=60, unique=True)
+async def compute(ctx: Context, number: int) -> int:
+    return number + ctx.attempt
+
+
+@tasks.task(offload="process", expires_in=timedelta(hours=1))
+def halve(number: int, *, wide: bool = False) -> float:
+    return number / (2 if wide else 3)
+
+
+async def calls() -> None:
+    assert_type(await email.send("ann"), SentJob[Result])
+    assert_type((await email.send("ann")).new, bool)
+    assert_type(await email.options(delay=60, priority=5).send(to="ann", subject="Hi"), SentJob[Result])
+    assert_type(await compute.send(1), SentJob[int])
+    assert_type(await compute.request(1, timeout=5), int)
+    assert_type(await halve.send_at(datetime.now(UTC), 1, wide=True), SentJob[float])
+    assert_type(await halve.send_many([(1,), {"number": 2}]), list[SentJob[float]])
+    assert_type(halve.sync.send(1), SentJob[float])
+    assert_type(email.sync.request("ann", timeout=5), Result)
+    assert_type(tasks.loop(concurrency=3), MainLoop)
+    await email.send(7)  # type: ignore[arg-type]
+    await email.send("ann", subjekt="Hi")  # type: ignore[call-arg]
+    await email.send()  # type: ignore[call-arg]
+    await compute.send("1")  # type: ignore[arg-type]
+    halve.sync.send("1")  # type: ignore[arg-type]
+    await email.options(delay="soon").send("ann")  # type: ignore[arg-type]
+    tasks.task(retry=3)  # type: ignore[call-overload]
