@@ -123,7 +123,7 @@ class _Arguments(Codec):
         return "a call"
 
 
-class Call:
+class TaskCall:
     """One call of a task: its arguments by name, of the types that the function is annotated with."""
 
     __slots__ = ("arguments", "task")
@@ -136,7 +136,7 @@ class Call:
         return f"{self.task.name}({', '.join(f'{name}={value!r}' for name, value in self.arguments.items())})"
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Call):
+        if not isinstance(other, TaskCall):
             return NotImplemented
         return self.task is other.task and self.arguments == other.arguments
 
@@ -148,10 +148,10 @@ class CallCodec(Codec):
 
     def __init__(self, register: Mapping[str, Task[..., Any]]) -> None:
         super().__init__()
-        self.body_type = Call
+        self.body_type = TaskCall
         self._register = register
 
-    def encode(self, call: Call) -> bytes:
+    def encode(self, call: TaskCall) -> bytes:
         """Return JSON bytes of ``call``.
 
         :raises InvalidParameterError: an argument is missing or unknown.
@@ -159,16 +159,16 @@ class CallCodec(Codec):
         """
         return call.task.head + call.task.parameters.encode(call.arguments) + b"}"
 
-    def unserialized(self, call: Call) -> Unserialized:
+    def unserialized(self, call: TaskCall) -> Unserialized:
         """Return ``call`` itself, for a store that keeps objects, after a check of its arguments."""
         call.task.parameters.check(call.arguments)
-        return Unserialized(call, Call)
+        return Unserialized(call, TaskCall)
 
-    def check(self, call: Call) -> None:
+    def check(self, call: TaskCall) -> None:
         """Raise what :meth:`encode` raises for arguments that do not fit."""
         call.task.parameters.check(call.arguments)
 
-    def decode(self, raw: bytes | Unserialized) -> Call:
+    def decode(self, raw: bytes | Unserialized) -> TaskCall:
         """Return the call that ``raw`` holds.
 
         :raises NotJsonError: it is no JSON.
@@ -176,7 +176,7 @@ class CallCodec(Codec):
         :raises SerializationError: it is no call, or its arguments do not fit the function.
         """
         if isinstance(raw, Unserialized):
-            call: Call = raw.body
+            call: TaskCall = raw.body
             return call
         name, arguments = _parts(raw)
         task = self._register.get(name)
@@ -185,7 +185,7 @@ class CallCodec(Codec):
                 f"no task {name!r} is registered in this worker; import the module that defines it, or keep the old name:"
                 f" @tasks.task(name={name!r})"
             )
-        return Call(task, task.parameters.codec.decode(arguments))
+        return TaskCall(task, task.parameters.codec.decode(arguments))
 
 
 def head(name: str) -> bytes:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mainspring.mailbox.mailbox import Mailbox
     from mainspring.mailbox.message import Envelope, Message
     from mainspring.offload.pool import OffloadPool
-    from mainspring.tasks.calls import Call
+    from mainspring.tasks.calls import TaskCall
     from mainspring.tasks.task import Task
     from mainspring.tasks.tasks import Tasks
     from mainspring.worker.delivery import Delivery, HandlerRuns
@@ -152,7 +152,7 @@ class _PlainCall:
         self._task = task
         self.__qualname__ = task.name
 
-    def __call__(self, call: Call, *context: Any) -> Any:
+    def __call__(self, call: TaskCall, *context: Any) -> Any:
         name = self._task.parameters.context
         return (
             self._task.fn(**call.arguments) if name is None else self._task.fn(**call.arguments, **{name: context[0]})

@@ -13,7 +13,7 @@ from mainspring.errors import ConfigError, InvalidParameterError
 from mainspring.mailbox.codec import Codec
 from mainspring.mailbox.message import Envelope
 from mainspring.runtime.deadline import inherited
-from mainspring.tasks.calls import Call, Parameters, head
+from mainspring.tasks.calls import Parameters, TaskCall, head
 from mainspring.tasks.job import Job
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class Task(Generic[P, R]):
         self._result_codec: Codec | None = None
 
     def __call__(self, *args: P.args, **keywords: P.kwargs) -> Any:
-        """Call the function itself. It is given no context but the one that is passed."""
+        """TaskCall the function itself. It is given no context but the one that is passed."""
         return self.fn(*args, **keywords)
 
     def __repr__(self) -> str:
@@ -166,7 +166,7 @@ class Task(Generic[P, R]):
         :raises ReplyNotAvailableError: the mailbox is not open with ``async with``, nor under a running loop.
         :raises ConfigError: the options have a ``dedup_key`` or ``unique``: a result goes to one requester; or ``connection``.
         """
-        call = Call(self, self.parameters.bind(args, keywords))
+        call = TaskCall(self, self.parameters.bind(args, keywords))
         return self._result(await self.tasks.mailbox.request(call, timeout=timeout, **self._asked()))
 
     @property
@@ -178,7 +178,7 @@ class Task(Generic[P, R]):
 
     def prepare(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> Envelope:
         """Return the message of a call with these arguments, checked and encoded."""
-        call, how = Call(self, self.parameters.bind(args, keywords)), self.sending
+        call, how = TaskCall(self, self.parameters.bind(args, keywords)), self.sending
         mailbox = self.tasks.mailbox
         if how is USUAL and inherited() is None:
             return Envelope(mailbox.new_id(), mailbox.encoded(call))
@@ -212,7 +212,7 @@ class Task(Generic[P, R]):
         pairs = zip(stored, envelopes, strict=True)
         return [Job(self.tasks, job_id, new=envelope.is_stored_as(job_id)) for job_id, envelope in pairs]
 
-    def _dedup_key(self, call: Call) -> str | None:
+    def _dedup_key(self, call: TaskCall) -> str | None:
         if not self.sending.unique or self.sending.dedup_key is not None:
             return self.sending.dedup_key
         arguments = self.parameters.encode(dict(sorted(call.arguments.items())))
