@@ -23,7 +23,7 @@ from mainspring.mailbox.mailbox import Mailbox
 from mainspring.mailbox.message import Dead, Nack
 from mainspring.mailbox.settings import Accepts, Capacity, Options, Text, name_at, number, seconds, with_query
 from mainspring.mailbox.sqlite.connection import DatabaseFile
-from mainspring.mailbox.sqlite.shared_file import SharedFile, SQLiteWaiters, Submission
+from mainspring.mailbox.sqlite.shared_file import CommandBatch, SharedFile, SQLiteWaiters
 from mainspring.mailbox.sqlite.store import JoiningAcknowledge, is_lease
 from mainspring.mailbox.sqlite.threads import INSPECT_EVERY
 
@@ -216,7 +216,7 @@ class SQLiteBackend(batched.BatchedBackend):
         if shared is None:
             return
         released = anyio.Event()
-        shared.release(Submission((), self._boot, 0.0, self._loop, released.set))
+        shared.release(CommandBatch((), self._boot, 0.0, self._loop, released.set))
         with self._real_work():
             await released.wait()
 
@@ -226,7 +226,9 @@ class SQLiteBackend(batched.BatchedBackend):
         self._executed = anyio.Event()
         self._submitted = commands
         self._submitted_at = self._now()
-        self._shared.submit(Submission(commands, self._boot, self._wall(), self._loop, self._executed.set, self._real))
+        self._shared.submit(
+            CommandBatch(commands, self._boot, self._wall(), self._loop, self._executed.set, self._real)
+        )
         await self._until_executed()
 
     async def _until_executed(self) -> None:

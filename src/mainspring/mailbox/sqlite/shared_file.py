@@ -76,7 +76,7 @@ SOONEST = 1e-6
 
 
 @dataclass(eq=False, repr=False, slots=True)
-class Submission:
+class CommandBatch:
     """Commands that one mailbox hands over. ``done`` is called on its event loop when they have their results.
 
     ``real`` is False under a virtual clock: no other process shares its time, so none is listened for.
@@ -95,7 +95,7 @@ class Submission:
             process.call_soon(self.loop, self.done)
 
 
-def _finish(jobs: list[Submission]) -> None:
+def _finish(jobs: list[CommandBatch]) -> None:
     for job in jobs:
         job.finish()
 
@@ -107,7 +107,7 @@ class SharedFile:
         self.file = DatabaseFile(path)
         self._threads = FileThreads.shared()
         self._notifier = Notifier(path)
-        self._inbox: list[Submission] = []
+        self._inbox: list[CommandBatch] = []
         self._queued = False  # or served
         self._lock = threading.Lock()
         self._waiters: dict[int, list[SQLiteWaiters]] = {}
@@ -150,13 +150,13 @@ class SharedFile:
                     raise MailboxConnectionError(f"the mailbox file {file.path} cannot be opened: {error}") from None
             self._users += 1
 
-    def release(self, job: Submission) -> None:
+    def release(self, job: CommandBatch) -> None:
         """Use it no longer; ``job`` (without commands) is done when the last user's connection is closed."""
         with self._lock:  # both at once: between the two the thread could leave the file, and the job stay undone
             self._users -= 1
             self._put(job)
 
-    def submit(self, job: Submission) -> None:
+    def submit(self, job: CommandBatch) -> None:
         """Hand commands over; their results are there when ``job.done`` is called."""
         self.check_process()
         with self._lock:
@@ -167,9 +167,9 @@ class SharedFile:
         self._submit_own(Rest())
 
     def _submit_own(self, command: Command) -> None:
-        self.submit(Submission((command,), clock.boot_time, 0.0))
+        self.submit(CommandBatch((command,), clock.boot_time, 0.0))
 
-    def _put(self, job: Submission) -> None:
+    def _put(self, job: CommandBatch) -> None:
         self._inbox.append(job)
         self._take_turn()
 
@@ -242,7 +242,7 @@ class SharedFile:
             if not goes_on:
                 return
 
-    def _transact(self, jobs: list[Submission]) -> None:
+    def _transact(self, jobs: list[CommandBatch]) -> None:
         commands = jobs[0].commands if len(jobs) == 1 else [command for job in jobs for command in job.commands]
         own = [command for command in commands if type(command) in _OWN]
         if own:
@@ -262,7 +262,7 @@ class SharedFile:
         if Rest in kinds:
             self.file.rest(self._waited_on())
 
-    def _has_nothing_for(self, commands: Sequence[Command], job: Submission) -> bool:
+    def _has_nothing_for(self, commands: Sequence[Command], job: CommandBatch) -> bool:
         """Answer claims that can find nothing, without opening the file. Return False if there may be something to do."""
         if any(type(command) is not Claim for command in commands):
             return False
