@@ -331,7 +331,8 @@ class Mailbox(Generic[T, R]):
 
     def encoded(self, body: T) -> Any:
         """Return ``body``, checked, in the form in which the backend keeps it: the body of an :class:`Envelope`."""
-        return self._encode(self._codec or self.codec, body)
+        codec = self._codec or self.codec
+        return codec.encode(body) if self.serializes else codec.unserialized(body)
 
     def _encode(self, codec: Codec, body: Any) -> Any:
         """Return ``body``, checked, in the form in which the backend keeps it."""
@@ -460,16 +461,17 @@ class Mailbox(Generic[T, R]):
         headers = with_deadline(headers, deadline)
         return self._envelope(body, delay, at, reply_to, dedup_key, priority, headers, expires_in)
 
-    async def send_prepared(self, envelopes: list[Envelope], *, connection: Any = None) -> list[str]:
+    def send_prepared(self, envelopes: list[Envelope], *, connection: Any = None) -> Awaitable[list[str]]:
         """Send messages from :meth:`prepare`, in order, all or none. Return the ids under which they are stored.
 
         An id may be that of an unfinished message with the same ``dedup_key``: see :meth:`Envelope.is_stored_as`.
         ``connection``, errors and cancellation are as for :meth:`send`.
         """
-        self._check_open()
+        if self._thread != get_ident():
+            self._check_open()
         if connection is not None:
-            return await self.backend.send_within(connection, envelopes)
-        return await self.backend.send(envelopes)
+            return self.backend.send_within(connection, envelopes)
+        return self.backend.send(envelopes)
 
     def _envelope(
         self,

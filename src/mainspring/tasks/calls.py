@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from mainspring.tasks.task import Task
 
-_HEAD = b'{"task":"'
-_ARGS = b'","args":'
+HEAD = b'{"task":"'
+ARGS = b'","args":'
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _NO_DEFAULT = inspect.Parameter.empty
 
@@ -178,7 +178,11 @@ class CallCodec(Codec):
         if isinstance(raw, Unserialized):
             call: TaskCall = raw.body
             return call
-        name, arguments = _parts(raw)
+        before, found, arguments = raw.partition(ARGS)
+        if found and before.startswith(HEAD):
+            name, arguments = before[len(HEAD) :].decode(), arguments[:-1]
+        else:
+            name, arguments = _parts(raw)
         task = self._register.get(name)
         if task is None:
             raise UnknownTaskError(
@@ -190,14 +194,11 @@ class CallCodec(Codec):
 
 def head(name: str) -> bytes:
     """Return how the JSON of each call of a task begins."""
-    return _HEAD + name.encode() + _ARGS
+    return HEAD + name.encode() + ARGS
 
 
 def _parts(raw: bytes) -> tuple[str, bytes]:
-    """Return the task's name and the JSON of the arguments. Calls that were not sent from here may be written otherwise."""
-    before, found, arguments = raw.partition(_ARGS)
-    if found and before.startswith(_HEAD):
-        return before[len(_HEAD) :].decode(), arguments[:-1]
+    """Return the task's name and the JSON of the arguments of a call that another program has written."""
     from pydantic_core import from_json, to_json
 
     try:
