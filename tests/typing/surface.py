@@ -5,7 +5,8 @@ Each ``type: ignore`` names an error that a user is to get; that there is one is
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
@@ -455,3 +456,27 @@ async def calls() -> None:
     halve.sync.send("1")  # type: ignore[arg-type]
     await email.options(delay="soon").send("ann")  # type: ignore[arg-type]
     tasks.task(retry=3)  # type: ignore[call-overload]
+
+
+# -------------------------------------------------------------------------------------------------------------- resources
+
+
+@asynccontextmanager
+async def opened() -> AsyncIterator[Result]:
+    yield Result("shared")
+
+
+async def with_resources(job: Job, ctx: Context[Result]) -> None:
+    assert_type(ctx.resources, Result)
+
+
+@tasks.task
+async def task_with_resources(ctx: Context[Result], number: int) -> str:
+    return ctx.resources.text * number
+
+
+async def sharing(mailbox: Mailbox[Job, Result]) -> None:
+    LoopGroup([MainLoop(mailbox, with_resources)], lifespan=opened)
+    assert_type(await task_with_resources.send(3), SentJob[str])
+    await task_with_resources.send("3")  # type: ignore[arg-type]
+    LoopGroup([], lifespan=opened())  # type: ignore[arg-type]

@@ -24,6 +24,7 @@ from mainspring.worker.main_loop import MainLoop
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+    from contextlib import AbstractAsyncContextManager
     from types import TracebackType
 
     from mainspring.group.calibration import Timeouts
@@ -69,6 +70,10 @@ class LoopGroup:
     :param on_crash: what an embedded group does when a loop crashes for good. ``"terminate"`` sends its own process SIGTERM,
         so that the server around it ends too, and ends the block with the error. If the process has no handler for SIGTERM,
         no signal is sent. ``"report"`` turns not-ready, and raises the error when the block is left.
+    :param lifespan: an async context manager's function that opens what handlers share. Each run of the group calls it once in
+        its process, without arguments, before the loops start. What it yields is ``ctx.resources``. It is left after the loops
+        have ended and before the mailboxes are closed, and then has ``cancel_grace`` seconds. It runs in a task of its own, so
+        that handlers do not see context variables that it sets. An error in it ends the group, and is raised.
     :raises ConfigError: a value is impossible.
     """
 
@@ -91,6 +96,7 @@ class LoopGroup:
         block_threshold: float | None = 30,
         guardian: bool | None = None,
         on_crash: OnCrash = "terminate",
+        lifespan: Callable[[], AbstractAsyncContextManager[Any]] | None = None,
     ) -> None:
         if name is not None and not (isinstance(name, str) and name):
             raise ConfigError(f"LoopGroup: name must be text, or None, not {name!r}")
@@ -110,6 +116,7 @@ class LoopGroup:
             block_threshold=block_threshold,
             guardian=guardian,
             on_crash=on_crash,
+            lifespan=lifespan,
         )
         from mainspring.group.managed_loop import actors_of  # late: it imports the events, so the class alone is quick
 

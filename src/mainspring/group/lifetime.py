@@ -42,12 +42,16 @@ from mainspring.watchdog.block_watch import BlockWatch
 from mainspring.watchdog.watchdog import Watchdog
 from mainspring.worker.actor import ask_all
 from mainspring.worker.adapter import LoopAdapter
+from mainspring.worker.context import NO_RESOURCES
 from mainspring.worker.control import PauseRequest, ResumeRequest
 from mainspring.worker.main_loop import MainLoop
 from mainspring.worker.slots import Capacity
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+    from contextlib import AbstractAsyncContextManager
+
+    from anyio.abc import TaskStatus
 
     from mainspring.core.dispatcher import Dispatcher
     from mainspring.group.settings import GroupSettings
@@ -152,17 +156,26 @@ class Lifetime:
     async def _run_loops(self, ready: Callable[[], object]) -> None:
         grace = self.settings.cancel_grace
         async with DaemonScope(f"{self.name} mailboxes", timeout=grace) as mailboxes:
-            await self._run_loops_on(mailboxes, ready)
+            async with DaemonScope(f"{self.name} lifespan", timeout=grace) as lifespan:
+                try:
+                    await self._run_loops_on(mailboxes, lifespan, ready)
+                finally:
+                    self._share(NO_RESOURCES)
             for daemon in reversed(mailboxes.daemons):
                 daemon.ask()  # all at once: each may have to wait for a server that does not answer
 
-    async def _run_loops_on(self, mailboxes: DaemonScope, ready: Callable[[], object]) -> None:
+    async def _run_loops_on(self, mailboxes: DaemonScope, lifespan: DaemonScope, ready: Callable[[], object]) -> None:
         async with DaemonScope(self.name, timeout=self.settings.cancel_grace) as scope:
-            self._scopes += (scope, mailboxes)
+            self._scopes += (scope, lifespan, mailboxes)
             with self._starting:
                 if self.shutdown.requested.is_set():
                     self._starting.cancel()
                 await open_in(mailboxes, self.mailboxes(), f"group {self.name!r}")
+                if self.settings.lifespan is not None:
+                    left = anyio.Event()
+                    self._share(
+                        await lifespan.start(self._live, self.settings.lifespan, left, name="lifespan", stop=left.set)
+                    )
                 if not self.shutdown.requested.is_set():  # opening may have met no point at which it could be cancelled
                     self._start(scope)
                     for managed in self.managed_loops:
@@ -176,6 +189,23 @@ class Lifetime:
                 await self._after_the_loops()
             self._enter(GroupState.STOP_DAEMONS)
             self._arm_exit(anyio.current_time() + self.settings.shutdown_timeout)
+
+    async def _live(
+        self,
+        lifespan: Callable[[], AbstractAsyncContextManager[Any]],
+        left: anyio.Event,
+        *,
+        task_status: TaskStatus[Any],
+    ) -> None:
+        """Keep open what handlers share, in one task, as what it opens may have cancel scopes."""
+        async with lifespan() as resources:
+            task_status.started(resources)
+            await left.wait()
+
+    def _share(self, resources: Any) -> None:
+        for loop in self._loops:
+            if isinstance(loop, MainLoop):
+                loop.resources = resources
 
     def _start(self, scope: DaemonScope) -> None:
         for text in self._warnings:

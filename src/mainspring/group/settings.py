@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from mainspring.core.introspection import check_runs
+from mainspring.core.introspection import check_runs, instead_of, is_async, is_generator, name_of
 from mainspring.errors import ConfigError
 from mainspring.group.calibration import KILL_MARGIN, Timeouts
 from mainspring.policies import RestartPolicy
@@ -39,6 +40,7 @@ class GroupSettings:
     block_threshold: float | None = 30.0
     guardian: bool | None = None
     on_crash: OnCrash = "terminate"
+    lifespan: Callable[[], AbstractAsyncContextManager[Any]] | None = None
     kill: Callable[[str], None] = kill_with_words
     """How the watchdog ends the process; a simulated one ends otherwise."""
 
@@ -61,6 +63,8 @@ class GroupSettings:
             raise ConfigError(f'LoopGroup: on_crash must be "terminate" or "report", not {self.on_crash!r}')
         if self.restart is not None and not isinstance(self.restart, RestartPolicy):
             raise ConfigError(f"LoopGroup: restart must be a RestartPolicy, or None, not {self.restart!r}")
+        if self.lifespan is not None:
+            self._check_lifespan(self.lifespan)
         if self.guardian is not None and not isinstance(self.guardian, bool):
             raise ConfigError(f"LoopGroup: guardian must be True, False or None, not {self.guardian!r}")
         if not isinstance(self.checks, Mapping):
@@ -71,6 +75,18 @@ class GroupSettings:
             if not callable(check):
                 raise ConfigError(f"LoopGroup: check {name!r} must be a function, not {check!r}")
             check_runs(check, f"LoopGroup: check {name!r},")
+
+    @staticmethod
+    def _check_lifespan(lifespan: object) -> None:
+        advice = "decorate it with @asynccontextmanager"
+        if isinstance(lifespan, AbstractAsyncContextManager):
+            raise ConfigError(
+                "LoopGroup: lifespan must be the function itself, without calling it: each run calls it anew"
+            )
+        if not callable(lifespan):
+            raise ConfigError(f"LoopGroup: lifespan must be a function, {instead_of(lifespan, 'lifespan=')}; {advice}")
+        if is_generator(lifespan) or is_async(lifespan):
+            raise ConfigError(f"LoopGroup: lifespan {name_of(lifespan)} gives no async context manager; {advice}")
 
     def timeouts_of(self, loop: MainLoop) -> Timeouts:
         """Return the timeouts that a loop of the group runs under."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Generic, NoReturn
 
 import anyio
+from typing_extensions import TypeVar
 
 from mainspring.errors import ConfigError, InvalidParameterError
 from mainspring.worker.tool_calls import Notes, ToolCall, ToolCallBlock, to_json
@@ -18,17 +19,24 @@ if TYPE_CHECKING:
     from mainspring.worker.delivery import Delivery
 
 
-class Context:
-    """A handler's second parameter.
+Resources = TypeVar("Resources", default=object)
+
+NO_RESOURCES = object()
+"""In the place of resources where a group has opened none."""
+
+
+class Context(Generic[Resources]):
+    """A handler's second parameter. ``Context[Pool]`` says of which type its :attr:`resources` are.
 
     In a plain ``def`` handler, which runs in a worker thread, the synchronous parts may be used as they are and the others
     by ``anyio.from_thread.run(ctx.checkpoint, state)``.
     """
 
-    __slots__ = ("_delivery", "_notes")
+    __slots__ = ("_delivery", "_notes", "_resources")
 
-    def __init__(self, delivery: Delivery) -> None:
+    def __init__(self, delivery: Delivery, resources: Any = NO_RESOURCES) -> None:
         self._delivery = delivery
+        self._resources = resources
         self._notes: Notes | None = None
 
     @property
@@ -50,6 +58,18 @@ class Context:
     def run_id(self) -> str:
         """An id that is new at each delivery."""
         return self._delivery.message.receipt_handle
+
+    @property
+    def resources(self) -> Resources:
+        """What the ``lifespan=`` of the loop's group has opened.
+
+        :raises ConfigError: the group has none, or the loop runs without a group.
+        """
+        if self._resources is NO_RESOURCES:
+            raise ConfigError(
+                "ctx.resources: nothing was opened; run the loop in a group with LoopGroup(…, lifespan=…)"
+            )
+        return self._resources  # type: ignore[no-any-return]
 
     def beat(self) -> None:
         """Give a sign of life: the watchdog's clock for this message starts again. Callable from the handler's thread."""

@@ -270,6 +270,7 @@ class HandlerRuns:
         clock: Callable[[], float],
         context: CallContext,
         wrappers: Sequence[Wrapper],
+        resources: Any,
         call: Callable[..., Coroutine[Any, Any, Any]],
         settings: WorkerSettings,
         reply_to: Callable[[Message[Any, Any], Any], Envelope],
@@ -278,6 +279,7 @@ class HandlerRuns:
         self.cancelled = False
         self._context = context
         self._name = name
+        self._resources = resources
         self._call = call
         self._reply_to = reply_to
         self._settings = settings
@@ -358,7 +360,7 @@ class HandlerRuns:
         args: tuple[Any, ...] = (body,)
         if self._wants_context:
             delivery.clocks = self._clocks
-            args = (body, Context(delivery))
+            args = (body, Context(delivery, self._resources))
         if self._in_thread:
             args = (delivery, *args)
         return self._wrapped(delivery.message, args) if self.wrappers else self._call(*args)

@@ -28,7 +28,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 Returned: TypeAlias = "Awaitable[R | None] | R | None"
 """What a handler of a mailbox with replies of type ``R`` returns: a reply, or None."""
-HandlerOf: TypeAlias = "Callable[[T], Returned[R]] | Callable[[T, Context], Returned[R]]"
+HandlerOf: TypeAlias = "Callable[[T], Returned[R]] | Callable[[T, Context[Any]], Returned[R]]"
 """A handler of a mailbox with bodies of type ``T`` and replies of type ``R``, for type checkers."""
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -269,7 +269,7 @@ def alternatives(kind: Any) -> tuple[Any, ...]:
         return alternatives(typing.get_args(kind)[0])
     if typing.get_origin(kind) in (typing.Union, UnionType):
         return tuple(one for part in typing.get_args(kind) for one in alternatives(part))
-    return (kind,)
+    return (Context,) if typing.get_origin(kind) is Context else (kind,)
 
 
 def _takes_context(kind: Any) -> bool:

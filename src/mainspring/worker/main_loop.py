@@ -18,6 +18,7 @@ from mainspring.policies import DeadLetterPolicy, LeasePolicy, RetryPolicy
 from mainspring.runtime.heartbeat import Heartbeat
 from mainspring.runtime.scope import DaemonScope
 from mainspring.validation import MAX_VISIBILITY, is_number, is_whole
+from mainspring.worker.context import NO_RESOURCES
 from mainspring.worker.handler import check_wrapper, handlers_of
 from mainspring.worker.inside import is_inside
 from mainspring.worker.runnable import stop_in_time
@@ -116,6 +117,8 @@ class MainLoop:
         self.dispatcher = Dispatcher()
         self.capacity: Capacity | None = None
         """The slots that its next run shares with other loops, or None."""
+        self.resources: Any = NO_RESOURCES
+        """What its handlers get as ``ctx.resources``; a group sets it for as long as it runs."""
         self.actor: LoopActor | None = None
         """The actor that serves its control messages, as in a group, or None."""
         self._wrappers: list[Wrapper] = []
@@ -199,6 +202,7 @@ class MainLoop:
             outcomes=self.outcomes,
             capacity=self.capacity,
             wrappers=tuple(self._wrappers),
+            resources=self.resources,
             visibility=float(visibility),
             wait=float(wait),
         )

@@ -37,6 +37,7 @@ from mainspring.runtime.interval import Alarms
 from mainspring.runtime.retry import Retries
 from mainspring.runtime.scope import DaemonScope, first_error
 from mainspring.threads.entry import AnywhereEvent, Entry
+from mainspring.worker.context import NO_RESOURCES
 from mainspring.worker.delivery import Delivery, HandlerRuns
 from mainspring.worker.inside import context_of
 from mainspring.worker.leases import SETTLE_TIMEOUT, LeaseKeeper
@@ -88,6 +89,7 @@ class Worker:
         outcomes: Tally,
         capacity: Capacity | None = None,
         wrappers: Sequence[Wrapper] = (),
+        resources: Any = NO_RESOURCES,
         visibility: float,
         wait: float,
     ) -> None:
@@ -124,7 +126,9 @@ class Worker:
         self._lease = LeaseKeeper(
             name, slots.deliveries, settings.lease, visibility, dispatcher, self.store_health, self._alarms
         )
-        self._handler_runs = runs(partial(HandlerRuns, name, dispatcher, self._clock, context_of(self), wrappers))
+        self._handler_runs = runs(
+            partial(HandlerRuns, name, dispatcher, self._clock, context_of(self), wrappers, resources)
+        )
         self._completion = Completion(
             Settler(name, mailbox, dispatcher, self._handler_runs.judge, self.store_health),
             slots,
