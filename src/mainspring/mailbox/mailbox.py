@@ -701,11 +701,7 @@ class Mailbox(Generic[T, R]):
 
     def reply_to(self, message: Message[Any, Any], body: Any) -> Envelope:
         """Return the reply to ``message``, checked and encoded, for :class:`Ack`."""
-        return self.encoded_reply(message, self._encode(self.reply_codec, body))
-
-    def encoded_reply(self, message: Message[Any, Any], body: Any) -> Envelope:
-        """Return the reply to ``message`` whose body is encoded already, as :meth:`Codec.encode` does."""
-        return replies.reply_to(self, message.delivery, body)
+        return replies.reply_to(self, message.delivery, self._encode(self.reply_codec, body))
 
     @asynccontextmanager
     async def transaction(self, message: Message[Any, Any]) -> AsyncIterator[Any]:

@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, Self
 
 from mainspring.errors import SerializationError
+from mainspring.mailbox import replies
 from mainspring.worker.handler import Handler, Handlers, as_coroutine_function
 
 if TYPE_CHECKING:
@@ -179,7 +180,7 @@ def _replier(task: Task[..., Any]) -> Callable[[Message[Any, Any], Any], Envelop
     def reply_to(message: Message[Any, Any], result: Any) -> Envelope:
         codec = task.result_codec
         encoded = codec.encode(result) if mailbox.serializes else codec.unserialized(result)
-        return mailbox.encoded_reply(message, encoded)
+        return replies.reply_to(mailbox, message.delivery, encoded)
 
     return reply_to
 

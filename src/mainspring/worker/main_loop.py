@@ -75,6 +75,8 @@ class MainLoop:
     """
 
     pausable = True
+    resources: Any = NO_RESOURCES
+    """What its handlers get as ``ctx.resources``; a group sets it for as long as it runs."""
 
     def __init__(
         self,
@@ -117,8 +119,6 @@ class MainLoop:
         self.dispatcher = Dispatcher()
         self.capacity: Capacity | None = None
         """The slots that its next run shares with other loops, or None."""
-        self.resources: Any = NO_RESOURCES
-        """What its handlers get as ``ctx.resources``; a group sets it for as long as it runs."""
         self.actor: LoopActor | None = None
         """The actor that serves its control messages, as in a group, or None."""
         self._wrappers: list[Wrapper] = []
