@@ -34,6 +34,7 @@ SCRIPTS = (
     "processes",
     "portal",
     "session",
+    "tasks",
 )
 
 

@@ -103,6 +103,11 @@ WRONG = {
         "x = 1",
         "app:x is an object of type int, not a LoopGroup; name a LoopGroup or a function",
     ),
+    "tasks": (
+        "app:tasks",
+        "from mainspring import Tasks\ntasks = Tasks('memory://jobs')\n",
+        "not a LoopGroup; wrap its loop: group = LoopGroup([tasks.loop()])",
+    ),
     "a loop": ("app:loop", GROUP + "\nloop = group.loops[0]\n", "not a LoopGroup; wrap it: group = LoopGroup([loop])"),
     "an async function": (
         "app:make",

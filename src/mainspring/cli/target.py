@@ -25,17 +25,19 @@ def load_group(target: str) -> LoopGroup:
     """Import the module (the working directory comes first on the path) and return the group, made by a call if need be."""
     found = _load(target)
     from mainspring.group.group import LoopGroup
+    from mainspring.tasks.tasks import Tasks
     from mainspring.worker.runnable import Runnable
 
     if callable(found) and not isinstance(found, LoopGroup):
         found = _call(found, target)
     if not isinstance(found, LoopGroup):
         attribute = target.partition(":")[2]
-        remedy = (
-            f"wrap it: group = LoopGroup([{attribute}])"
-            if isinstance(found, Runnable)
-            else "name a LoopGroup or a function that returns one"
-        )
+        if isinstance(found, Runnable):
+            remedy = f"wrap it: group = LoopGroup([{attribute}])"
+        elif isinstance(found, Tasks):
+            remedy = f"wrap its loop: group = LoopGroup([{attribute}.loop()])"
+        else:
+            remedy = "name a LoopGroup or a function that returns one"
         raise UserError(f"{target} is {_kind(found)}, not a LoopGroup; {remedy}")
     return found
 

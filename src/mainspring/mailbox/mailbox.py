@@ -329,11 +329,6 @@ class Mailbox(Generic[T, R]):
         """Return a new message id: a random prefix of this mailbox object and a count, so that ids sort in order of sending."""
         return self._ids.next()
 
-    def encoded(self, body: T) -> Any:
-        """Return ``body``, checked, in the form in which the backend keeps it: the body of an :class:`Envelope`."""
-        codec = self._codec or self.codec
-        return codec.encode(body) if self.serializes else codec.unserialized(body)
-
     def _encode(self, codec: Codec, body: Any) -> Any:
         """Return ``body``, checked, in the form in which the backend keeps it."""
         return codec.encode(body) if self.serializes else codec.unserialized(body)

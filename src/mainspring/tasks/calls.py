@@ -83,8 +83,7 @@ class Parameters:
         """
         if not args:
             return keywords
-        bound = dict(zip(self._by_position, args, strict=False))
-        bound.update(keywords)
+        bound = dict(zip(self._by_position, args, strict=False)) | keywords
         if len(bound) != len(args) + len(keywords):
             self._check_signature(args, keywords)
         return bound
@@ -157,7 +156,7 @@ class CallCodec(Codec):
         :raises InvalidParameterError: an argument is missing or unknown.
         :raises SerializationError: one is not of its type, or would not be read as what it is.
         """
-        return call.task.head + call.task.parameters.encode(call.arguments) + b"}"
+        return call.task.encode(call.arguments)
 
     def unserialized(self, call: TaskCall) -> Unserialized:
         """Return ``call`` itself, for a store that keeps objects, after a check of its arguments."""

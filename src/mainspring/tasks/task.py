@@ -176,12 +176,16 @@ class Task(Generic[P, R]):
 
     # -------------------------------------------------------------------------------------------------- what is sent
 
+    def encode(self, arguments: dict[str, Any]) -> bytes:
+        """Return the JSON bytes of a call."""
+        return self.head + self.parameters.encode(arguments) + b"}"
+
     def prepare(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> Envelope:
         """Return the message of a call with these arguments, checked and encoded."""
-        call, how = TaskCall(self, self.parameters.bind(args, keywords)), self.sending
-        mailbox = self.tasks.mailbox
-        if how is USUAL and inherited() is None:
-            return Envelope(mailbox.new_id(), mailbox.encoded(call))
+        arguments, how, mailbox = self.parameters.bind(args, keywords), self.sending, self.tasks.mailbox
+        if how is USUAL and mailbox.serializes and inherited() is None:  # the usual case, without what it does not need
+            return Envelope(mailbox.new_id(), self.encode(arguments))
+        call = TaskCall(self, arguments)
         return mailbox.prepare(
             call,
             delay=how.delay,
