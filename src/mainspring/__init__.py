@@ -111,6 +111,7 @@ if TYPE_CHECKING:
     from mainspring.worker.dead_letter_consumer import DLQConsumer as DLQConsumer
     from mainspring.worker.dead_letter_consumer import Verdict as Verdict
     from mainspring.worker.main_loop import MainLoop as MainLoop
+    from mainspring.worker.middleware import Middleware as Middleware
     from mainspring.worker.runnable import Runnable as Runnable
     from mainspring.worker.tool_calls import ToolCall as ToolCall
 
@@ -138,6 +139,7 @@ _HOMES = {
     "group.group": ("LoopGroup",),
     "runtime.heartbeat": ("Heartbeat",),
     "worker.actor": ("LoopActor", "check_health"),
+    "worker.middleware": ("Middleware",),
     "worker.runnable": ("Runnable",),
     "worker.context": ("Context",),
     "worker.dead_letter_consumer": ("DLQConsumer", "DeadLetterConsumer", "Verdict"),

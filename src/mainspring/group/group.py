@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from mainspring.threads.ticket import TicketWriter
     from mainspring.worker.actor import LoopActor
     from mainspring.worker.control import HealthStatus
+    from mainspring.worker.middleware import Middleware
     from mainspring.worker.runnable import AnyRunnable, Steerable
 
 
@@ -74,6 +75,7 @@ class LoopGroup:
         its process, without arguments, before the loops start. What it yields is ``ctx.resources``. It is left after the loops
         have ended and before the mailboxes are closed, and then has ``cancel_grace`` seconds. It runs in a task of its own, so
         that handlers do not see context variables that it sets. An error in it ends the group, and is raised.
+    :param middleware: what runs around each handler run of its loops, the outermost first.
     :raises ConfigError: a value is impossible.
     """
 
@@ -97,6 +99,7 @@ class LoopGroup:
         guardian: bool | None = None,
         on_crash: OnCrash = "terminate",
         lifespan: Callable[[], AbstractAsyncContextManager[Any]] | None = None,
+        middleware: Sequence[Middleware] = (),
     ) -> None:
         if name is not None and not (isinstance(name, str) and name):
             raise ConfigError(f"LoopGroup: name must be text, or None, not {name!r}")
@@ -117,6 +120,7 @@ class LoopGroup:
             guardian=guardian,
             on_crash=on_crash,
             lifespan=lifespan,
+            middleware=middleware,
         )
         from mainspring.group.managed_loop import actors_of  # late: it imports the events, so the class alone is quick
 

@@ -45,6 +45,7 @@ from mainspring.worker.adapter import LoopAdapter
 from mainspring.worker.context import NO_RESOURCES
 from mainspring.worker.control import PauseRequest, ResumeRequest
 from mainspring.worker.main_loop import MainLoop
+from mainspring.worker.middleware import wrappers_of
 from mainspring.worker.slots import Capacity
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from mainspring.core.dispatcher import Dispatcher
     from mainspring.group.settings import GroupSettings
     from mainspring.worker.actor import LoopActor
+    from mainspring.worker.delivery import Wrapper
 
 
 class Lifetime:
@@ -160,7 +162,7 @@ class Lifetime:
                 try:
                     await self._run_loops_on(mailboxes, lifespan, ready)
                 finally:
-                    self._share(NO_RESOURCES)
+                    self._share(NO_RESOURCES, ())
             for daemon in reversed(mailboxes.daemons):
                 daemon.ask()  # all at once: each may have to wait for a server that does not answer
 
@@ -171,11 +173,13 @@ class Lifetime:
                 if self.shutdown.requested.is_set():
                     self._starting.cancel()
                 await open_in(mailboxes, self.mailboxes(), f"group {self.name!r}")
+                resources: Any = NO_RESOURCES
                 if self.settings.lifespan is not None:
                     left = anyio.Event()
-                    self._share(
-                        await lifespan.start(self._live, self.settings.lifespan, left, name="lifespan", stop=left.set)
+                    resources = await lifespan.start(
+                        self._live, self.settings.lifespan, left, name="lifespan", stop=left.set
                     )
+                self._share(resources, wrappers_of(self.settings.middleware))
                 if not self.shutdown.requested.is_set():  # opening may have met no point at which it could be cancelled
                     self._start(scope)
                     for managed in self.managed_loops:
@@ -202,10 +206,11 @@ class Lifetime:
             task_status.started(resources)
             await left.wait()
 
-    def _share(self, resources: Any) -> None:
+    def _share(self, resources: Any, wrappers: Sequence[Wrapper]) -> None:
+        """Set what the loops' handlers share, for their next run."""
         for loop in self._loops:
             if isinstance(loop, MainLoop):
-                loop.resources = resources
+                loop.resources, loop.outer_wrappers = resources, wrappers
 
     def _start(self, scope: DaemonScope) -> None:
         for text in self._warnings:

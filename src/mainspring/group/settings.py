@@ -13,11 +13,13 @@ from mainspring.group.calibration import KILL_MARGIN, Timeouts
 from mainspring.policies import RestartPolicy
 from mainspring.runtime.hard_exit import kill_with_words
 from mainspring.validation import is_number, is_whole
+from mainspring.worker.middleware import checked
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from mainspring.worker.main_loop import MainLoop
+    from mainspring.worker.middleware import Middleware
 
 OnCrash = Literal["terminate", "report"]
 
@@ -41,6 +43,7 @@ class GroupSettings:
     guardian: bool | None = None
     on_crash: OnCrash = "terminate"
     lifespan: Callable[[], AbstractAsyncContextManager[Any]] | None = None
+    middleware: Sequence[Middleware] = ()
     kill: Callable[[str], None] = kill_with_words
     """How the watchdog ends the process; a simulated one ends otherwise."""
 
@@ -63,6 +66,7 @@ class GroupSettings:
             raise ConfigError(f'LoopGroup: on_crash must be "terminate" or "report", not {self.on_crash!r}')
         if self.restart is not None and not isinstance(self.restart, RestartPolicy):
             raise ConfigError(f"LoopGroup: restart must be a RestartPolicy, or None, not {self.restart!r}")
+        checked(self.middleware, "LoopGroup")
         if self.lifespan is not None:
             self._check_lifespan(self.lifespan)
         if self.guardian is not None and not isinstance(self.guardian, bool):

@@ -56,7 +56,6 @@ class SyncMailbox(Generic[T, R]):
         self._pid = os.getpid()  # of the process whose lock and opening these are
         self.send = self._sending(mailbox.send)
         self.send_many = self._sending(mailbox.send_many)
-        self.send_prepared = self._sending(mailbox.send_prepared)
         self.receive = self._blocking(mailbox.receive)
         self.request = self._blocking(mailbox.request)
         self.submit = self._blocking(mailbox.submit)

@@ -142,6 +142,20 @@ class TaskCall:
     __hash__ = None  # type: ignore[assignment]
 
 
+class OutgoingCall:
+    """A call that is about to be sent, as :meth:`Middleware.sending` gets it."""
+
+    __slots__ = ("arguments", "headers", "task")
+
+    def __init__(self, task: Task[..., Any], arguments: dict[str, Any], headers: Mapping[str, str] | None) -> None:
+        self.task = task
+        """The task that is called."""
+        self.arguments = arguments
+        """The arguments by name; they are checked when the block is entered."""
+        self.headers = dict(headers or {})
+        """The headers of its message."""
+
+
 class CallCodec(Codec):
     """Calls of the tasks in a register, to JSON bytes and back."""
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 from mainspring.errors import SerializationError
 from mainspring.mailbox import replies
 from mainspring.worker.handler import Handler, Handlers, as_coroutine_function
+from mainspring.worker.middleware import wrappers_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -142,7 +143,7 @@ class TaskRuns:
             in_thread=not task.is_async,
         )
         call = _coroutine_of(task) if task.is_async else as_handler(task).caller(self._pools[task])
-        self._by_task[task] = runs = self._make(call, settings, _replier(task))
+        self._by_task[task] = runs = self._make(call, settings, _replier(task), inner=wrappers_of(how.middleware))
         return runs
 
 

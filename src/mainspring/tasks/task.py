@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import update_wrapper
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeAlias, TypeVar, cast
 
 from mainspring.core.introspection import is_async
-from mainspring.errors import ConfigError, InvalidParameterError
+from mainspring.errors import ConfigError, InvalidParameterError, TaskExitError
 from mainspring.mailbox.codec import Codec
 from mainspring.mailbox.message import Envelope
+from mainspring.mailbox.sync import ThreadConnection
 from mainspring.runtime.deadline import inherited
-from mainspring.tasks.calls import Parameters, TaskCall, head
+from mainspring.tasks.calls import OutgoingCall, Parameters, TaskCall, head
 from mainspring.tasks.job import Job
+from mainspring.worker.middleware import overriding
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
     from datetime import datetime
 
     from mainspring.offload.pool import OffloadPool
@@ -25,9 +28,12 @@ if TYPE_CHECKING:
     from mainspring.runtime.deadline import Deadline, Inherited
     from mainspring.tasks.tasks import Tasks
     from mainspring.validation import Seconds
+    from mainspring.worker.middleware import Middleware
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+"""The positional and the named arguments of a call."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,7 @@ class TaskOptions:
     dead_letter: DeadLetterPolicy | None = None
     timeout: float | None = None
     offload: str | OffloadPool | None = None
+    middleware: tuple[Middleware, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -86,6 +93,8 @@ class Task(Generic[P, R]):
         self.head = head(name)
         """How the JSON of each of its calls begins."""
         self.is_async = is_async(fn)
+        self.senders = overriding((*tasks.middleware, *options.middleware), "sending")
+        """The middleware that is entered for each send."""
         self._result_codec: Codec | None = None
 
     def __call__(self, *args: P.args, **keywords: P.kwargs) -> Any:
@@ -143,7 +152,9 @@ class Task(Generic[P, R]):
 
     async def send(self, *args: P.args, **keywords: P.kwargs) -> Job[R]:
         """Send one call. Return its job once the message is as durable as the mailbox makes it."""
-        envelope = self.prepare(args, keywords)
+        if self.senders:
+            return (await self.send_calls([(args, keywords)]))[0]
+        envelope = self._prepare(self.parameters.bind(args, keywords), self.sending.headers)
         stored = await self.tasks.mailbox.send_prepared([envelope], connection=self.sending.connection)
         return Job(self.tasks, stored[0], new=envelope.is_stored_as(stored[0]))
 
@@ -153,9 +164,7 @@ class Task(Generic[P, R]):
 
     async def send_many(self, calls: Iterable[tuple[Any, ...] | Mapping[str, Any]]) -> list[Job[R]]:
         """Send calls, all or none, in order: each a tuple of positional arguments, or a mapping of named ones."""
-        envelopes = [self.prepare(*each) for each in self.arguments_of(calls)]
-        stored = await self.tasks.mailbox.send_prepared(envelopes, connection=self.sending.connection)
-        return self.jobs(envelopes, stored)
+        return await self.send_calls(list(self.arguments_of(calls)))
 
     async def request(self, *args: Any, timeout: float = 30.0, **keywords: Any) -> R:
         """Send one call, and return what the function returns, in whatever process it runs.
@@ -166,8 +175,12 @@ class Task(Generic[P, R]):
         :raises ReplyNotAvailableError: the mailbox is not open with ``async with``, nor under a running loop.
         :raises ConfigError: the options have a ``dedup_key`` or ``unique``: a result goes to one requester; or ``connection``.
         """
-        call = TaskCall(self, self.parameters.bind(args, keywords))
-        return self._result(await self.tasks.mailbox.request(call, timeout=timeout, **self._asked()))
+        call = OutgoingCall(self, self.parameters.bind(args, keywords), self.sending.headers)
+        async with self._entered([call]):
+            body, options = TaskCall(self, call.arguments), self._asked()
+            return self._result(
+                await self.tasks.mailbox.request(body, timeout=timeout, headers=call.headers, **options)
+            )
 
     @property
     def sync(self) -> SyncTask[P, R]:
@@ -180,10 +193,10 @@ class Task(Generic[P, R]):
         """Return the JSON bytes of a call."""
         return self.head + self.parameters.encode(arguments) + b"}"
 
-    def prepare(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> Envelope:
-        """Return the message of a call with these arguments, checked and encoded."""
-        arguments, how, mailbox = self.parameters.bind(args, keywords), self.sending, self.tasks.mailbox
-        if how is USUAL and mailbox.serializes and inherited() is None:  # the usual case, without what it does not need
+    def _prepare(self, arguments: dict[str, Any], headers: Mapping[str, str] | None) -> Envelope:
+        """Return the message of a call, checked and encoded."""
+        how, mailbox = self.sending, self.tasks.mailbox
+        if how is USUAL and not headers and mailbox.serializes and inherited() is None:  # without what it does not need
             return Envelope(mailbox.new_id(), self.encode(arguments))
         call = TaskCall(self, arguments)
         return mailbox.prepare(
@@ -192,14 +205,43 @@ class Task(Generic[P, R]):
             at=how.at,
             dedup_key=self._dedup_key(call),
             priority=how.priority,
-            headers=how.headers,
+            headers=headers,
             expires_in=how.expires_in,
             deadline=how.deadline,
         )
 
-    def arguments_of(
-        self, calls: Iterable[tuple[Any, ...] | Mapping[str, Any]]
-    ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    async def send_calls(self, calls: Sequence[Arguments]) -> list[Job[R]]:
+        """Send calls with these arguments, all or none."""
+        return self.jobs(*await self.store(calls, self.sending.connection))
+
+    async def store(self, calls: Sequence[Arguments], connection: Any) -> tuple[list[Envelope], list[str]]:
+        """Put calls with these arguments into the mailbox, inside of the middleware. Return their messages and ids."""
+        outgoing = [OutgoingCall(self, self.parameters.bind(*each), self.sending.headers) for each in calls]
+        async with self._entered(outgoing):
+            envelopes = [self._prepare(call.arguments, call.headers) for call in outgoing]
+            return envelopes, await self.tasks.mailbox.send_prepared(envelopes, connection=connection)
+
+    def jobs(self, envelopes: list[Envelope], stored: list[str]) -> list[Job[R]]:
+        """Return the jobs of messages that are in the store under these ids."""
+        pairs = zip(stored, envelopes, strict=True)
+        return [Job(self.tasks, job_id, new=envelope.is_stored_as(job_id)) for job_id, envelope in pairs]
+
+    @asynccontextmanager
+    async def _entered(self, calls: list[OutgoingCall]) -> AsyncIterator[None]:
+        """Enter the middleware for a send of these calls."""
+        passed = False
+        async with AsyncExitStack() as stack:
+            for middleware in self.senders:
+                await stack.enter_async_context(middleware.sending(calls))
+            yield
+            passed = True
+        if not passed:
+            raise TaskExitError(
+                f"task {self.name}: a middleware has suppressed the error of a send, and nothing may have been sent; let it"
+                " pass, or raise another in its place"
+            )
+
+    def arguments_of(self, calls: Iterable[tuple[Any, ...] | Mapping[str, Any]]) -> Iterator[Arguments]:
         """Yield the positional and the named arguments of each call."""
         for each in calls:
             if isinstance(each, tuple):
@@ -210,11 +252,6 @@ class Task(Generic[P, R]):
                 raise InvalidParameterError(
                     f"task {self.name}: send_many takes the arguments of each call as a tuple or a mapping, not {each!r:.100}"
                 )
-
-    def jobs(self, envelopes: list[Envelope], stored: list[str]) -> list[Job[R]]:
-        """Return the jobs of messages that were stored under these ids."""
-        pairs = zip(stored, envelopes, strict=True)
-        return [Job(self.tasks, job_id, new=envelope.is_stored_as(job_id)) for job_id, envelope in pairs]
 
     def _dedup_key(self, call: TaskCall) -> str | None:
         if not self.sending.unique or self.sending.dedup_key is not None:
@@ -230,8 +267,8 @@ class Task(Generic[P, R]):
                 f"task {self.name}: a request takes no unique, dedup_key or connection, as its result goes to one requester"
             )
         return {
-            "delay": how.delay, "at": how.at, "priority": how.priority, "headers": how.headers,
-            "expires_in": how.expires_in, "deadline": how.deadline,
+            "delay": how.delay, "at": how.at, "priority": how.priority, "expires_in": how.expires_in,
+            "deadline": how.deadline,
         }  # fmt: skip
 
     def _result(self, reply: Any) -> R:
@@ -269,10 +306,12 @@ class SyncTask(Generic[P, R]):
         """Send one call, and return what the function returns."""
         return self._mailbox.call(self._task.request, *args, timeout=timeout, **keywords)
 
-    def _send(self, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Job[R]]:
-        async def prepare() -> list[Envelope]:
-            return [self._task.prepare(*each) for each in calls]
-
-        envelopes = self._mailbox.call(prepare)
-        stored = self._mailbox.send_prepared(envelopes, connection=self._task.sending.connection)
+    def _send(self, calls: list[Arguments]) -> list[Job[R]]:
+        connection = self._task.sending.connection
+        if connection is None:
+            return self._mailbox.call(self._task.send_calls, calls)
+        given = ThreadConnection(connection)
+        envelopes, stored = self._mailbox.call(self._task.store, calls, given)
+        if given.work is not None:  # on the caller's own connection, which only its thread uses
+            stored = given.work()
         return self._task.jobs(envelopes, stored)

@@ -18,9 +18,10 @@ from mainspring.tasks.task import SendOptions, Task, TaskOptions
 from mainspring.validation import as_seconds
 from mainspring.worker.handler import check_offload
 from mainspring.worker.main_loop import MainLoop, check_handling
+from mainspring.worker.middleware import checked
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Coroutine, Sequence
     from types import TracebackType
     from typing import Concatenate
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from mainspring.policies import DeadLetterPolicy, LeasePolicy, RetryPolicy
     from mainspring.validation import Seconds
     from mainspring.worker.context import Context
+    from mainspring.worker.middleware import Middleware
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -61,6 +63,7 @@ class Tasks:
     :param name: for logs, metrics and reports; the mailbox's by default.
     :param retry: how long a failed call waits before it is tried again, where its task does not say.
     :param dead_letter: when a call is given up, where its task does not say.
+    :param middleware: what runs around each send and each run of its tasks, the outermost first.
     :raises ConfigError: the URL cannot be used, or the mailbox has a type of bodies.
     """
 
@@ -71,6 +74,7 @@ class Tasks:
         name: str | None = None,
         retry: RetryPolicy | None = None,
         dead_letter: DeadLetterPolicy | None = None,
+        middleware: Sequence[Middleware] = (),
     ) -> None:
         self.registered: dict[str, Task[..., Any]] = {}
         """The tasks by their names."""
@@ -85,6 +89,7 @@ class Tasks:
         """Where the calls are. Its bodies are calls of tasks."""
         self.name = name or mailbox.name
         check_handling(f"tasks {self.name!r}", "timeout", None, retry, dead_letter)
+        self.middleware = checked(middleware, f"tasks {self.name!r}")
         self.retry = retry
         self.dead_letter = dead_letter
 
@@ -114,6 +119,7 @@ class Tasks:
         unique: bool = False,
         expires_in: Seconds | None = None,
         offload: Literal["thread", "process"] | OffloadPool | None = None,
+        middleware: Sequence[Middleware] = (),
     ) -> _Decorator: ...
 
     def task(
@@ -129,6 +135,7 @@ class Tasks:
         unique: bool = False,
         expires_in: Seconds | None = None,
         offload: Literal["thread", "process"] | OffloadPool | None = None,
+        middleware: Sequence[Middleware] = (),
     ) -> Any:
         """Register a function: ``@tasks.task``, or ``@tasks.task(timeout=60)``. Return it as a :class:`Task`.
 
@@ -144,11 +151,12 @@ class Tasks:
         :param unique: True: while a call with the same arguments is unfinished, another one is not sent.
         :param expires_in: seconds, or a timedelta, after which a call that has not begun goes to the dead letters.
         :param offload: where a plain function runs: ``"thread"``, ``"process"``, or an :class:`OffloadPool`.
+        :param middleware: what runs around each send and each run of this task, inside of that of the ``Tasks``.
         :raises ConfigError: the name is taken, a parameter cannot be sent, a value is impossible, or a loop runs already.
         """
         caller = sys._getframe(1)  # noqa: SLF001 - annotations may name classes local to the calling function
         names = {**caller.f_globals, **caller.f_locals}
-        handling = TaskOptions(retry, dead_letter, timeout, offload)
+        handling = TaskOptions(retry, dead_letter, timeout, offload, checked(middleware, "task"))
         sending = SendOptions(priority=priority, unique=unique, expires_in=expires_in)
         if fn is not None:
             return self._register(fn, name, handling, sending, names)
@@ -210,6 +218,7 @@ class Tasks:
             wait_time_seconds=wait_time_seconds,
             retry=self.retry,
             dead_letter=self.dead_letter,
+            middleware=self.middleware,
             lease=lease,
             shutdown_timeout=shutdown_timeout,
             shutdown_priority=shutdown_priority,

@@ -260,7 +260,8 @@ class Runs(Protocol):
 class HandlerRuns:
     """The runs of one function, as :class:`Runs`.
 
-    ``call`` is what :meth:`Handler.caller` returns, and ``reply_to`` makes the reply of what it returns.
+    ``call`` is what :meth:`Handler.caller` returns, and ``reply_to`` makes the reply of what it returns. ``inner`` are wrappers
+    inside of those of the loop.
     """
 
     def __init__(
@@ -274,8 +275,10 @@ class HandlerRuns:
         call: Callable[..., Coroutine[Any, Any, Any]],
         settings: WorkerSettings,
         reply_to: Callable[[Message[Any, Any], Any], Envelope],
+        *,
+        inner: Sequence[Wrapper] = (),
     ) -> None:
-        self.wrappers = wrappers
+        self.wrappers = wrappers = (*inner, *wrappers)
         self.cancelled = False
         self._context = context
         self._name = name

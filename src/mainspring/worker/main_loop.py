@@ -21,11 +21,12 @@ from mainspring.validation import MAX_VISIBILITY, is_number, is_whole
 from mainspring.worker.context import NO_RESOURCES
 from mainspring.worker.handler import check_wrapper, handlers_of
 from mainspring.worker.inside import is_inside
+from mainspring.worker.middleware import checked, wrappers_of
 from mainspring.worker.runnable import stop_in_time
 from mainspring.worker.settings import WorkerSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from types import TracebackType
 
     from anyio.abc import TaskStatus
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from mainspring.worker.actor import LoopActor
     from mainspring.worker.delivery import Delivery, Wrapper
     from mainspring.worker.handler import HandlerOf, Handlers
+    from mainspring.worker.middleware import Middleware
     from mainspring.worker.slots import Capacity
     from mainspring.worker.worker import OpenReceive, Worker
 
@@ -71,10 +73,13 @@ class MainLoop:
         as many processes as ``concurrency``; the handler takes ``(job)`` alone, and a cancelled one is killed. Loops may share
         a pool; the loop opens it if it is not open.
     :param body: the type of the bodies, where the annotation does not say it.
+    :param middleware: what runs around each handler run, the outermost first; see also :meth:`wrap`.
     :raises ConfigError: a value is impossible, or the handler's type is not the mailbox's.
     """
 
     pausable = True
+    outer_wrappers: Sequence[Wrapper] = ()
+    """What its group has around the handlers of all of its loops, the innermost first; set for as long as that runs."""
     resources: Any = NO_RESOURCES
     """What its handlers get as ``ctx.resources``; a group sets it for as long as it runs."""
 
@@ -95,6 +100,7 @@ class MainLoop:
         shutdown_priority: int = 0,
         offload: Literal["thread", "process"] | OffloadPool | None = None,
         body: Any = None,
+        middleware: Sequence[Middleware] = (),
     ) -> None:
         if not isinstance(mailbox, Mailbox):
             raise ConfigError(f"MainLoop: mailbox must be a Mailbox (see open_mailbox), not {mailbox!r}")
@@ -121,7 +127,7 @@ class MainLoop:
         """The slots that its next run shares with other loops, or None."""
         self.actor: LoopActor | None = None
         """The actor that serves its control messages, as in a group, or None."""
-        self._wrappers: list[Wrapper] = []
+        self._wrappers = list(wrappers_of(checked(middleware, f"loop {self.name!r}")))
         self._settings = WorkerSettings(
             handler=self._handler.name,
             concurrency=concurrency,
@@ -201,7 +207,7 @@ class MainLoop:
             heartbeat=self._heartbeat,
             outcomes=self.outcomes,
             capacity=self.capacity,
-            wrappers=tuple(self._wrappers),
+            wrappers=(*self._wrappers, *self.outer_wrappers),
             resources=self.resources,
             visibility=float(visibility),
             wait=float(wait),
