@@ -78,6 +78,8 @@ class MainLoop:
     """
 
     pausable = True
+    actor: LoopActor | None = None
+    """The actor that serves its control messages, as in a group, or None."""
     outer_wrappers: Sequence[Wrapper] = ()
     """What its group has around the handlers of all of its loops, the innermost first; set for as long as that runs."""
     resources: Any = NO_RESOURCES
@@ -125,8 +127,6 @@ class MainLoop:
         self.dispatcher = Dispatcher()
         self.capacity: Capacity | None = None
         """The slots that its next run shares with other loops, or None."""
-        self.actor: LoopActor | None = None
-        """The actor that serves its control messages, as in a group, or None."""
         self._wrappers = list(wrappers_of(checked(middleware, f"loop {self.name!r}")))
         self._settings = WorkerSettings(
             handler=self._handler.name,
