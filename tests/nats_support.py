@@ -133,6 +133,15 @@ class Place:
         """What the streams and subjects of a mailbox are called."""
         return Names.of(f"{self.prefix}-{name}")
 
+    async def make_all(self, name="jobs", *, storage="file"):
+        """Make all streams of a mailbox, as an earlier revision did when a mailbox was opened."""
+        names = self.names(name)
+        for config in names.configs(replicas=1, storage=storage):
+            await self.server.api(f"STREAM.CREATE.{config['name']}", config)
+        for stream, config in names.consumers(60.0):
+            request = {"stream_name": stream, "config": config}
+            await self.server.api(f"CONSUMER.DURABLE.CREATE.{stream}.{CONSUMER}", request)
+
     async def line(self):
         """A new line to the server."""
         line = NatsLine(self.url)

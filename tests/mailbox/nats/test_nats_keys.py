@@ -44,6 +44,7 @@ class Senders:
     """Two who send with one key, one of them with a delay. Both find nothing, both store, then both look again."""
 
     async def prepare(self, here):
+        await here.make_all()
         self.soon, self.later = await here.line(), await here.line()
         names = here.names()
         self.adds = {
@@ -114,6 +115,7 @@ async def test_of_two_senders_who_find_one_another_one_stays_whatever_becomes_of
 
 @pytest.mark.parametrize("delay", [0, 60])
 async def test_a_sender_who_finds_one_that_is_about_to_give_way_is_told_the_id_of_the_other(here, delay):
+    await here.make_all()
     async with here.box() as box:
         stays = await box.send("x", dedup_key="k")
         goes = Record.of(Envelope("goes", b'"x"', 60, dedup_key="k"), time.time())

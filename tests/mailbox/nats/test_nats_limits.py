@@ -81,6 +81,7 @@ async def test_a_full_queue_refuses_and_keeps_what_it_has(here):
 
 
 async def test_storage_that_forgets_is_warned_of_where_other_was_asked_for(here, caplog):
+    await here.make_all(storage="memory")
     async with here.box(storage="memory"):
         async with here.box(storage="memory"):
             assert caplog.messages == []
@@ -179,6 +180,7 @@ async def test_a_cancelled_receive_with_a_full_server_leaves_what_came_to_the_ne
 
 
 async def test_a_death_without_room_leaves_the_message(here):
+    await here.make_all()
     async with here.box() as box:
         await here.server.limit(here.names().dead, max_msgs=1)
         await box.send_many(["a", "b"])
@@ -196,6 +198,7 @@ async def test_a_death_without_room_leaves_the_message(here):
 
 async def test_a_death_without_room_leaves_its_holder_after_ten_seconds(here, monkeypatch):
     leap = leaping(monkeypatch)
+    await here.make_all()
     naks = await here.server.connection.subscribe(f"{ACK}{here.names().queue}.>")
     async with here.box() as box:
         await here.server.limit(here.names().dead, max_msgs=1)
@@ -249,6 +252,7 @@ async def test_a_due_message_waits_for_room_in_the_queue(here):
 
 
 async def test_a_checkpoint_without_room_is_refused_and_none_is_lost(here):
+    await here.make_all()
     async with here.box() as box:
         await here.server.limit(here.names().checkpoints, max_msgs=1)
         await box.send_many(["a", "b"])
@@ -261,6 +265,7 @@ async def test_a_checkpoint_without_room_is_refused_and_none_is_lost(here):
 
 
 async def test_streams_of_an_older_version_are_brought_up(here):
+    await here.make_all()
     async with here.box() as box:
         await box.send("x")
         names = here.names()
@@ -291,6 +296,7 @@ async def test_settings_under_which_messages_would_be_lost_are_refused(here, set
 
 async def test_streams_that_cannot_be_brought_up_are_named(here):
     line, dead = await here.line(), here.names().dead
+    await here.make_all()
     async with here.box():
         await here.server.limit(dead, discard="old")
         update = line.hold(f"$JS.API.STREAM.UPDATE.{dead}")

@@ -94,6 +94,7 @@ async def test_what_is_cancelled_as_it_comes_due_does_not_come(here, when):
 
 async def test_what_is_cancelled_while_its_dedup_key_is_anothers_does_not_come(here):
     """It is due, the queue has another one with its key, and it is cancelled just before it gets there without."""
+    await here.make_all()
     line, names = await here.line(), here.names()
     async with here.box(over=line) as box:
         await box.send("now", dedup_key="k")

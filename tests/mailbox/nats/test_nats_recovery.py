@@ -30,6 +30,7 @@ class Server:
         self.numberless = 0
         self.requests = 0
         self.names, self.lock, self.connection = NAMES, ReadWriteLock(), self
+        self.made = set(NAMES.streams)
 
     async def api(self, subject: str, request: object = None) -> dict[str, object]:
         if self.away:
@@ -76,6 +77,9 @@ class Server:
         return [Added(self.last) for _ in adds]
 
     async def count_moves(self, count: int = 1) -> None:
+        pass
+
+    def note(self, stream: str) -> None:
         pass
 
     async def check_identity(self) -> None:

@@ -241,7 +241,7 @@ async def test_a_mailbox_that_is_there_is_opened_with_one_question(here, line):
     async with here.box(over=line):
         pass
     answers = line.hold_answers("$JS.API.STREAM.INFO.*", count=-1)
-    asked = line.watch("$JS.API.CONSUMER.INFO.*", count=3)
+    asked = line.watch("$JS.API.CONSUMER.INFO.*")
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(use, here.box(over=line))
         await asked.full()

@@ -95,7 +95,8 @@ class Claims:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._stopped = False
+        self.stopped = False
+        """True if the mailbox is being closed."""
         self._now = clock.loop_clock()
         self._wall = clock.wall_clock()
         self._next = f"$JS.API.CONSUMER.MSG.NEXT.{store.names.queue}.{CONSUMER}"
@@ -116,7 +117,7 @@ class Claims:
 
     def stop(self) -> None:
         """Let waiting claims and later ones return nothing: the mailbox is being closed."""
-        self._stopped = True
+        self.stopped = True
 
     # ------------------------------------------------------------------------------------------------------ claiming
 
@@ -132,7 +133,7 @@ class Claims:
             found, more = await self._claim_once(limit, visibility, min(lasts, longest))
             if found:
                 break
-            if self._stopped or (not more and self._now() >= deadline):
+            if self.stopped or (not more and self._now() >= deadline):
                 return []
         while more and len(found) < limit and visibility:  # those that went to the tail left room
             with anyio.CancelScope(shield=True, deadline=self._now() + CLOSE_TIMEOUT):
@@ -184,7 +185,7 @@ class Claims:
         """Return what one pull brings. Without an end (0) the server ends it at once if it has nothing to deliver."""
         await self._store.check_identity()  # what is leased from now on counts if the queue was made anew
         puller = await self._store.connection.puller()
-        if self._stopped:
+        if self.stopped:
             return []
         try:
             return await puller.pull(self._next, limit, lasts, self._undo_pull)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import anyio
 from nats.aio.client import Client, __version__
+from nats.aio.subscription import Subscription
 from nats.aio.transport import TcpTransport
 from nats.errors import Error, MaxPayloadError, ProtocolError
 from nats.protocol.parser import PERMISSIONS_ERR, STALE_CONNECTION, Parser
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from urllib.parse import ParseResult
 
     from nats.aio.client import Srv
-    from nats.aio.subscription import Subscription
 
 
 class ApiError(MailboxError):
@@ -387,7 +387,9 @@ def check_driver(client: Client, driver: type[Client] = Client) -> None:
     A method that the driver does not call any more would be overridden in vain, without any sign.
     """
     parser, transport = getattr(client, "_ps", None), TcpTransport()  # type: ignore[no-untyped-call]
+    subscription = Subscription(client)
     state = [*((client, name) for name in STATE), (parser, "buf"), (parser, "nc"), (transport, "_io_writer")]
+    state += [(subscription, "_message_iterator"), (subscription, "_pending_queue")]
     changed = [name for owner, name in state if not hasattr(owner, name)]
     steps: list[tuple[type, str, tuple[str, ...]]] = [
         (Parser, "parse", ("data",)),
@@ -448,6 +450,7 @@ class StrictClient(Client):
     async def listen(self, subject: str, callback: Callable[[RawMessage], object]) -> Subscription:
         """Subscribe: ``callback`` is called with each message as it is read, in order."""
         subscription = await self.subscribe(subject)
+        subscription._pending_queue = subscription._message_iterator = None  # type: ignore[assignment] # noqa: SLF001 - 3 KiB for nothing
         self._ps.callbacks[b"%d" % subscription._id] = callback  # noqa: SLF001 - nothing can have come yet
         return subscription
 

@@ -337,7 +337,7 @@ class NatsConnection:
     ) -> None:
         """Send a message. Raise :class:`MailboxConnectionError` for any failure of the driver or its transport."""
         client = self._shared.client
-        if client is None or not client.is_connected:
+        if client is None or not client.is_connected or not self._is_open:
             client = await self._reached()
         try:
             await client.publish(subject, payload, reply, headers)

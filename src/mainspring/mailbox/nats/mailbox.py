@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Never
 from urllib.parse import quote
 
@@ -12,7 +13,7 @@ from typing_extensions import TypeVar
 
 from mainspring.errors import ConfigError, InvalidParameterError, MailboxConnectionError, MailboxError
 from mainspring.mailbox.backend import TRANSIENT, Backend, Capabilities, MailboxStatistics
-from mainspring.mailbox.limits import SILENCE
+from mainspring.mailbox.limits import CLOSE_TIMEOUT, SILENCE
 from mainspring.mailbox.mailbox import Mailbox
 from mainspring.mailbox.message import CancelOutcome
 from mainspring.mailbox.nats import inspection
@@ -186,6 +187,7 @@ class NatsBackend(Backend):
             )
             store.ack_wait = await store.ensure(self._names)
             await connection.listen(store.names.to_cancelled, self._on_cancelled)
+            await connection.listen(store.names.to_made, lambda message: store.note(message.data.decode()))
         connection.on_silence = self.notifications.silence.publish
         self._connection = connection
         self._store = store
@@ -196,11 +198,22 @@ class NatsBackend(Backend):
         recovery = Recovery(store, self._claims)
         connection.reconnected = recovery.after_reconnect
         scope.start_soon(recovery.run, name=f"mailbox {self.name} recovery")
-        self._schedulers = [DelayScheduler(store), ExpiryScheduler(store)]
-        for scheduler, what in zip(self._schedulers, ("delayed messages", "expiries"), strict=True):
-            scope.start_soon(scheduler.run, name=f"mailbox {self.name} {what}", stop=scheduler.stop)
+        self._schedulers = []
+        store.found = partial(self._start_scheduler, scope)
+        for stream in store.made:
+            self._start_scheduler(scope, stream)
         if self.name.startswith(TRANSIENT):
             scope.start_soon(self._sweep, name=f"mailbox {self.name} abandoned ones")
+
+    def _start_scheduler(self, scope: DaemonScope, stream: str) -> None:
+        """Start the scheduler of a stream that is there now, where it has one."""
+        if self._claims.stopped or stream not in (self._names.delayed, self._names.expiries):
+            return
+        is_delayed = stream == self._names.delayed
+        scheduler = DelayScheduler(self._store) if is_delayed else ExpiryScheduler(self._store)
+        self._schedulers.append(scheduler)
+        what = "delayed messages" if is_delayed else "expiries"
+        scope.start_soon(scheduler.run, name=f"mailbox {self.name} {what}", stop=scheduler.stop)
 
     def statistics(self) -> MailboxStatistics:
         connection = self._store.connection
@@ -218,7 +231,13 @@ class NatsBackend(Backend):
 
     async def close(self) -> None:
         connection, self._connection = self._connection, None
-        if connection is not None:
+        if connection is None:
+            return
+        try:
+            with anyio.move_on_after(CLOSE_TIMEOUT / 2):
+                async with self._store.lock.reading():  # no message is half-way
+                    pass
+        finally:
             await connection.close()
 
     def stop_claims(self) -> None:

@@ -46,6 +46,7 @@ class Names:
     to_moves: str
     to_checkpoints: str
     to_cancelled: str
+    to_made: str
     transient: bool
 
     @classmethod
@@ -71,6 +72,7 @@ class Names:
             f"{root}.moves",
             f"$KV.mainspring-checkpoints_{short}.",
             f"{root}.cancelled",
+            f"{root}.made",
             short.startswith(encoded(TRANSIENT)),
         )
 

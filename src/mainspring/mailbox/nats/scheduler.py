@@ -12,7 +12,7 @@ from mainspring.core import clock
 from mainspring.errors import MailboxError
 from mainspring.mailbox.message import EXPIRED
 from mainspring.mailbox.nats.claims import LONGEST_PULL, Arrival, nak
-from mainspring.mailbox.nats.client import GoneError, is_gone
+from mainspring.mailbox.nats.client import NO_STREAM, ApiError, GoneError, is_gone
 from mainspring.mailbox.nats.connection import Request
 from mainspring.mailbox.nats.names import CONSUMER
 from mainspring.mailbox.nats.records import nanoseconds, token_of, tokens_of
@@ -296,7 +296,13 @@ class Recovery:
         soon = False
         for stream in (names.queue, names.delayed, names.expiries):
             # The consumer first: the stream is never behind what it says then.
-            consumer, state = await self._states(stream)
+            try:
+                consumer, state = await self._states(stream)
+            except ApiError as error:
+                if error.code != NO_STREAM or stream in self._store.made:
+                    raise
+                continue  # no message has needed it yet
+            self._store.note(stream)
             if "delivered" not in consumer:  # NATS 2.9 answers so while it makes or removes the consumer
                 soon = True
                 continue

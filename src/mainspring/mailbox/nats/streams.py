@@ -17,7 +17,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import anyio
 
 from mainspring.errors import ConfigError, MailboxConnectionError, MailboxError, MailboxFullError
-from mainspring.mailbox.nats.client import NO_CONSUMER, NO_STREAM, ApiError, GoneError, is_gone, parse
+from mainspring.mailbox.nats.client import (
+    NO_CONSUMER,
+    NO_STREAM,
+    ApiError,
+    GoneError,
+    NoResponderError,
+    RawMessage,
+    is_gone,
+    parse,
+)
 from mainspring.mailbox.nats.connection import NatsConnection, Request
 from mainspring.mailbox.nats.names import CONSUMER, Names, check_stream, upgraded
 from mainspring.mailbox.nats.records import Record, dead_headers, decode, token_of
@@ -28,7 +37,6 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
     from mainspring.mailbox.message import Dead
-    from mainspring.mailbox.nats.client import RawMessage
 
 
 class ReadWriteLock:
@@ -100,8 +108,11 @@ _MESSAGE_ID = "Nats-Msg-Id"
 _WRONG_LAST = (10071, 10164)
 _NO_MESSAGE = (10037, 10043, 10057)
 _NOT_NOW = 10008
-_FULL = (10023, 10047, 10077, 10122)
+_FULL = (10023, 10026, 10027, 10047, 10077, 10122)
 _Read = TypeVar("_Read")
+_API = "$JS.API."
+_NOTHING = RawMessage(b"", b"", b"", b'{"error":{"err_code":10037}}')
+"""The answer about a message that is not there."""
 REMOVAL_DELAY = 0.25
 """Seconds before a missing stream is made anew. A server that is still removing it (seen in 2.9.10) would remove the
 files of the new one, too."""
@@ -159,45 +170,60 @@ class Store:
         self._recreating = anyio.Lock()
         self._recreations = 0
         self._dropped = False
+        self.made: set[str] = set()
+        """Its streams that are known to be there, or were."""
         self._made_at = ""
         self._known_in = connection.epoch
         self.replaced: Callable[[], object] = lambda: None
         """Called when the queue was deleted and made anew, so that its numbers mean other messages."""
+        self.found: Callable[[str], object] = lambda stream: None
+        """Called with each of its streams, as soon as it is known to be there."""
 
     # ------------------------------------------------------------------------------------------------------- set-up
 
-    async def ensure(self, names: Names) -> float:
-        """Create the missing streams and consumers of a mailbox. Return the ack wait of its queue.
+    async def ensure(self, names: Names, stream: str | None = None) -> float:
+        """Create what is missing of a mailbox's queue, of ``stream``, and of the streams that were there before, with their
+        consumers. Return the ack wait of the queue.
 
         It takes one round trip if none is missing.
         """
         configs = names.configs(replicas=self._replicas, storage=self._storage)
         consumers = names.consumers(self.ack_wait)
-        about_streams = [Request(f"$JS.API.STREAM.INFO.{config['name']}") for config in configs]
-        about_consumers = [Request(f"$JS.API.CONSUMER.INFO.{stream}.{CONSUMER}") for stream, _ in consumers]
+        about_streams = [Request(f"{_API}STREAM.INFO.{config['name']}") for config in configs]
+        about_consumers = [Request(f"{_API}CONSUMER.INFO.{each}.{CONSUMER}") for each, _ in consumers]
         found = await self.connection.request_all([*about_streams, *about_consumers])
         streams, found_consumers = found[: len(configs)], found[len(configs) :]
+        needed = {names.queue, stream, *self.made}
+        there = set()
         made = False
         for config, answer in zip(configs, streams, strict=True):
             known = _parse_unless(answer, NO_STREAM)
-            if known is None:
+            if known is not None:
+                known = await self._upgrade(config, known)
+            elif config["name"] in needed:
                 made = True
                 known = await self._make(f"STREAM.CREATE.{config['name']}", config)
             else:
-                known = await self._upgrade(config, known)
+                continue
             check_stream(config, known["config"])
             if config["name"] == self.names.queue:
                 self._note_identity(known)
+            there.add(config["name"])
         if made:  # meanwhile another process may have made the consumers, with an ack wait of its own
             found_consumers = await self.connection.request_all(about_consumers)
         ack_wait = self.ack_wait
-        for (stream, config), answer in zip(consumers, found_consumers, strict=True):
+        for (each, config), answer in zip(consumers, found_consumers, strict=True):
+            if each not in there:
+                continue
             known = _parse_unless(answer, NO_CONSUMER)
             if known is None:
-                request = {"stream_name": stream, "config": config}
-                known = await self._make(f"CONSUMER.DURABLE.CREATE.{stream}.{CONSUMER}", request)
-            if stream == names.queue:
+                request = {"stream_name": each, "config": config}
+                known = await self._make(f"CONSUMER.DURABLE.CREATE.{each}.{CONSUMER}", request)
+            if each == names.queue:
                 ack_wait = known["config"]["ack_wait"] / 1e9
+        if names == self.names:
+            for each in there:
+                self.note(each)
         return ack_wait
 
     async def _upgrade(self, config: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
@@ -242,6 +268,33 @@ class Store:
                     raise
                 self.connection.end_pulls()  # they wait for consumers that are not there any more
 
+    async def _make_first(self, stream: str, error: MailboxError) -> None:
+        """Create a stream that a message needs for the first time, and tell the other processes."""
+        if self._dropped:
+            raise error
+        async with self._recreating:
+            if stream not in self.made:
+                await self.ensure(self.names, stream)
+                await self.connection.publish(self.names.to_made, stream.encode())
+
+    def note(self, stream: str) -> None:
+        """Take note that a stream is there."""
+        if stream not in self.made:
+            self.made.add(stream)
+            self.found(stream)
+
+    async def _mend(self, error: MailboxError, subject: str) -> bool:
+        """Create what a call to ``subject`` found missing. Return False if it looks into a stream that was not needed yet."""
+        stream = _stream_of(self.names, subject)
+        is_look = subject.startswith(_API)
+        if stream in self.made or (is_look and isinstance(error, NoResponderError)):
+            await self.recreate(error)
+        elif is_look:
+            return False
+        else:
+            await self._make_first(stream, error)
+        return True
+
     async def check_identity(self) -> None:
         """Find out, after the connection was lost, if the queue was made anew meanwhile."""
         epoch = self.connection.epoch
@@ -270,25 +323,31 @@ class Store:
                 yield
 
     async def api(self, subject: str, request: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Call JetStream's API about this mailbox. What is missing is created first, and the call made again."""
+        """Call JetStream's API about this mailbox. What is missing is created first, and the call made again.
+
+        A stream that was not needed yet has nothing in it.
+        """
         try:
             return await self.connection.api(subject, request)
         except MailboxError as error:
             if not is_gone(error):
                 raise
-            await self.recreate(error)
+            if not await self._mend(error, f"{_API}{subject}"):
+                return {"state": {"messages": 0, "last_seq": 0}, "purged": 0}
         return await self.connection.api(subject, request)
 
     async def _call(self, read: Callable[[RawMessage], _Read], request: Request) -> _Read:
         try:
             return read(await self.connection.request(*request))
         except GoneError as error:
-            await self.recreate(error)
+            if not await self._mend(error, request.subject):
+                return read(_NOTHING)
         return read(await self.connection.request(*request))
 
     async def _call_all(
         self, read: Callable[[RawMessage], _Read], requests: Sequence[Request], window: int = WINDOW
     ) -> list[_Read | MailboxError]:
+        """Make calls about one stream."""
         results: list[_Read | MailboxError] = []
         for start in range(0, len(requests), window):
             some = requests[start : start + window]
@@ -296,12 +355,14 @@ class Store:
             gone = [place for place, result in enumerate(found) if isinstance(result, GoneError)]
             if gone:
                 try:
-                    await self.recreate(found[gone[0]])
+                    mended = await self._mend(found[gone[0]], some[gone[0]].subject)
                 except MailboxError as error:
                     for place in gone:
                         found[place] = error
                 else:
-                    again = await self.connection.request_all([some[place] for place in gone])
+                    again: list[RawMessage | MailboxError] = [_NOTHING] * len(gone)
+                    if mended:
+                        again = await self.connection.request_all([some[place] for place in gone])
                     for place, answer in zip(gone, again, strict=True):
                         found[place] = _each(read, answer)
             results += found
@@ -395,7 +456,7 @@ class Store:
     async def count_moves(self, count: int = 1) -> None:
         """Record that ``count`` messages that were added to the queue or the delayed stream were not new."""
         with anyio.CancelScope(shield=True):  # every call has a deadline
-            await self.connection.request_all([Request(self.names.to_moves)] * count)
+            await self.add_all([Add(self.names.to_moves, b"")] * count)
 
     async def purge(self, stream: str, subject: str | None = None) -> int:
         """Drop all messages of a stream, or of a subject. Return how many there were."""
@@ -404,14 +465,18 @@ class Store:
 
 
 def _stream_of(names: Names, subject: str) -> str:
+    """Return the stream that takes messages of a subject, or that a call of JetStream's API is about."""
     for prefix, stream in (
         (names.to_queue, names.queue),
         (names.to_delayed, names.delayed),
+        (names.to_expiries, names.expiries),
         (names.to_dead, names.dead),
+        (names.to_moves, names.moves),
+        (names.to_checkpoints, names.checkpoints),
     ):
         if subject.startswith(prefix):
             return stream
-    return names.checkpoints
+    return next((stream for stream in names.streams if stream in subject.split(".")), names.queue)
 
 
 def _headers(add: Add) -> dict[str, str] | None:
