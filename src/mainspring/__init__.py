@@ -88,6 +88,9 @@ if TYPE_CHECKING:
     from mainspring.state.overrides import OverrideVersion as OverrideVersion
     from mainspring.state.session.session import Session as Session
     from mainspring.state.session.snapshot import Snapshot as Snapshot
+    from mainspring.tasks.dependencies import CallArgument as CallArgument
+    from mainspring.tasks.dependencies import Depends as Depends
+    from mainspring.tasks.dependencies import Provided as Provided
     from mainspring.tasks.job import Job as Job
     from mainspring.tasks.task import Task as Task
     from mainspring.tasks.tasks import Tasks as Tasks
@@ -154,6 +157,7 @@ _HOMES = {
     "offload.pool": ("OffloadPool",),
     "state.overrides": ("OverrideVersion", "Overrides"),
     "policies": ("DeadLetterPolicy", "LeasePolicy", "RestartPolicy", "RetryPolicy"),
+    "tasks.dependencies": ("CallArgument", "Depends", "Provided"),
     "tasks.job": ("Job",),
     "tasks.task": ("Task",),
     "tasks.tasks": ("Tasks",),

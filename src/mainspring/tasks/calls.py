@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from typing import TYPE_CHECKING, Any, NotRequired
 
 from mainspring.core.introspection import code_of
@@ -25,8 +26,8 @@ _NO_DEFAULT = inspect.Parameter.empty
 class Parameters:
     """The parameters of a task's function: which of them are sent, and their types.
 
-    The one that is annotated as :class:`~mainspring.worker.context.Context` is not sent. Parameters that have a default need
-    not be sent: then the worker's default holds.
+    The one that is annotated as :class:`~mainspring.worker.context.Context` is not sent, nor are dependencies. Parameters that
+    have a default need not be sent: then the worker's default holds.
 
     :raises ConfigError: the function takes ``*args`` or ``**kwargs``, or an annotation is missing or cannot be resolved.
     """
@@ -37,6 +38,8 @@ class Parameters:
         annotations = Annotations(f"task {name}", code_of(fn), names)
         self.context: str | None = None
         """The name of the parameter that gets the context, or None."""
+        self.dependencies = _dependencies(name, fn)
+        """The names of the parameters that the worker provides; they are not sent."""
         self.result_type = annotations.known("return")
         self._types: dict[str, Any] = {}
         sent = []
@@ -45,6 +48,8 @@ class Parameters:
                 raise ConfigError(
                     f"task {name}{signature}: arguments are sent by name; write no `*`, `**` or `/` parameter"
                 )
+            if each.name in self.dependencies:
+                continue
             if Context in alternatives(annotations.known(each.name)):
                 self.context = each.name
                 continue
@@ -113,6 +118,17 @@ class Parameters:
             self._signature.bind(*args, **keywords)
         except TypeError as error:
             raise InvalidParameterError(f"task {self._name}{self._signature}: {error}") from None
+
+
+def _dependencies(name: str, fn: Callable[..., Any]) -> frozenset[str]:
+    if "uncalled_for" not in sys.modules:  # who declares a dependency has imported it
+        return frozenset()
+    from mainspring.tasks.dependencies import names_of
+
+    try:
+        return names_of(fn)
+    except TypeError as error:
+        raise ConfigError(f"task {name}: {error}") from None
 
 
 class _Arguments(Codec):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from mainspring.errors import SerializationError
 from mainspring.mailbox import replies
+from mainspring.tasks.calls import TaskCall
 from mainspring.worker.handler import Handler, Handlers, as_coroutine_function
 from mainspring.worker.middleware import wrappers_of
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from mainspring.mailbox.mailbox import Mailbox
     from mainspring.mailbox.message import Envelope, Message
     from mainspring.offload.pool import OffloadPool
-    from mainspring.tasks.calls import TaskCall
     from mainspring.tasks.task import Task
     from mainspring.tasks.tasks import Tasks
     from mainspring.worker.delivery import Delivery, HandlerRuns
@@ -142,9 +142,15 @@ class TaskRuns:
             wants_context=task.parameters.context is not None,
             in_thread=not task.is_async,
         )
-        call = _coroutine_of(task) if task.is_async else as_handler(task).caller(self._pools[task])
+        call = _coroutine_of(task) if task.is_async else _offloaded(task, self._pools[task])
         self._by_task[task] = runs = self._make(call, settings, _replier(task), inner=wrappers_of(how.middleware))
         return runs
+
+
+def _arguments(task: Task[..., Any], call: TaskCall, context: tuple[Any, ...]) -> dict[str, Any]:
+    """Return what the function is called with, but for its dependencies."""
+    name = task.parameters.context
+    return call.arguments if name is None else {**call.arguments, name: context[0]}
 
 
 class _PlainCall:
@@ -155,10 +161,7 @@ class _PlainCall:
         self.__qualname__ = task.name
 
     def __call__(self, call: TaskCall, *context: Any) -> Any:
-        name = self._task.parameters.context
-        return (
-            self._task.fn(**call.arguments) if name is None else self._task.fn(**call.arguments, **{name: context[0]})
-        )
+        return self._task.fn(**_arguments(self._task, call, context))
 
 
 def as_handler(task: Task[..., Any]) -> Handler:
@@ -169,9 +172,31 @@ def as_handler(task: Task[..., Any]) -> Handler:
 def _coroutine_of(task: Task[..., Any]) -> Callable[..., Coroutine[Any, Any, Any]]:
     """Return what gives the coroutine of a call."""
     fn, name = as_coroutine_function(task.fn), task.parameters.context
+    if task.parameters.dependencies:
+        from mainspring.tasks.dependencies import provided
+
+        async def run(call: TaskCall, *context: Any) -> Any:
+            async with provided(task.fn, _arguments(task, call, context)) as arguments:
+                return await fn(**arguments)
+
+        return run
     if name is None:
         return lambda call: fn(**call.arguments)
     return lambda call, context: fn(**call.arguments, **{name: context})
+
+
+def _offloaded(task: Task[..., Any], pool: OffloadPool) -> Callable[..., Coroutine[Any, Any, Any]]:
+    """Return what runs a plain function in a pool. Its dependencies are opened and closed on the event loop."""
+    in_pool = as_handler(task).caller(pool)
+    if not task.parameters.dependencies:
+        return in_pool
+    from mainspring.tasks.dependencies import provided
+
+    async def run(delivery: Delivery, call: TaskCall, *context: Any) -> Any:
+        async with provided(task.fn, _arguments(task, call, context)) as arguments:
+            return await in_pool(delivery, TaskCall(task, arguments), *context)
+
+    return run
 
 
 def _replier(task: Task[..., Any]) -> Callable[[Message[Any, Any], Any], Envelope]:
