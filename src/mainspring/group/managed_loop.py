@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from mainspring.core import random
+from mainspring.core.lazy_event import LazyEvent
 from mainspring.core.state_machine import SERVICE, ServiceState, StateMachine, Transition
 from mainspring.errors import ConfigError, TaskExitError
 from mainspring.events import LoopCrashed, LoopStateChanged, ReceiveFailed, ReceiveRecovered
@@ -75,8 +76,8 @@ class ManagedLoop:
         self.actor = actor
         self.loop = actor.loop
         self.name = actor.name
-        self.begun = anyio.Event()
-        self.ended = anyio.Event()
+        self.begun = LazyEvent()
+        self.ended = LazyEvent()
         self.error: Exception | None = None
         self.restarts = 0
         self.ended_at: float | None = None

@@ -33,6 +33,7 @@ import anyio
 
 from mainspring.core import process
 from mainspring.core.clock import loop_clock
+from mainspring.core.lazy_event import LazyEvent
 from mainspring.errors import MailboxClosedError, MailboxConnectionError, copied
 from mainspring.mailbox.backend import Backend
 from mainspring.mailbox.limits import CLOSE_TIMEOUT, COURTESY
@@ -288,7 +289,7 @@ class Batcher(Generic[C]):
         self._out: _Batch[C] | None = None
         self._size = 0  # of the last batch
         self._wake = anyio.Event()
-        self._ended = anyio.Event()
+        self._ended = LazyEvent()
         self._shield = anyio.CancelScope(shield=True)
         self._callers = 0
         self._closing = False

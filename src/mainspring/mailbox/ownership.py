@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
+from mainspring.core.lazy_event import LazyEvent
 from mainspring.core.state_machine import MailboxState
 from mainspring.errors import ConfigError, MailboxClosedError
 from mainspring.runtime.scope import DaemonScope
@@ -87,7 +88,7 @@ class _OwnedMailbox:
     """Has one mailbox open until it is told to stop. A mailbox that is still being opened then is given up."""
 
     def __init__(self, mailbox: Mailbox[Any, Any], owner: Owner) -> None:
-        self._tried: anyio.Event | None = anyio.Event()
+        self._tried: LazyEvent | None = LazyEvent()
         """Set once it is open or has failed; then None, as many mailboxes stay open for long."""
         self._error: Exception | None = None
         self._mailbox = mailbox

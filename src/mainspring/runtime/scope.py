@@ -10,6 +10,7 @@ import anyio
 
 from mainspring.core.clock import real_work
 from mainspring.core.introspection import gives_coroutine, instead_of, is_async, is_generator, ran, unrun
+from mainspring.core.lazy_event import LazyEvent
 from mainspring.core.loggers import Logger
 from mainspring.core.process import async_library
 from mainspring.core.tracebacks import where
@@ -37,7 +38,7 @@ class Daemon:
         self._owner = scope
         self._stop = stop
         self._scope = anyio.CancelScope()
-        self._done = anyio.Event()
+        self._done = LazyEvent()
         self._coroutine: Any = None
         self.error: BaseException | None = None
 

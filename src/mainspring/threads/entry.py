@@ -10,8 +10,7 @@ from contextvars import copy_context
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-import anyio
-
+from mainspring.core.lazy_event import LazyEvent
 from mainspring.core.loggers import Logger
 from mainspring.core.process import call_soon, event_loop, identity, in_task_of
 from mainspring.errors import ConfigError, LoopNotRunningError, TicketAbandonedError
@@ -87,7 +86,7 @@ class AnywhereEvent:
     def __init__(self, name: str) -> None:
         self._name = name
         self._loop = event_loop()
-        self._event = anyio.Event()
+        self._event = LazyEvent()
         self._elsewhere: list[TicketWriter[None]] = []
 
     def set(self) -> None:

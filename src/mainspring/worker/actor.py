@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 import anyio
 
 from mainspring.core.introspection import check_runs, instead_of, name_of, ran
+from mainspring.core.lazy_event import LazyEvent
 from mainspring.core.loggers import Logger
 from mainspring.core.process import call_soon, event_loop, identity, in_task_of
 from mainspring.core.run_in_context import run_in
@@ -89,7 +90,7 @@ class LoopActor:
         self._on_message = on_message
         self._context = copy_context()
         self.loop: Steerable = loop if isinstance(loop, Steerable) else LoopAdapter(loop)
-        self.stopped = anyio.Event()
+        self.stopped = LazyEvent()
         """Set once it is told to stop."""
         self.stop_began: float | None = None
         """When it was told to stop (anyio's clock), or None."""
@@ -102,7 +103,7 @@ class LoopActor:
         self._inbox: deque[tuple[ControlMessage[Any], TicketWriter[Any]]] = deque()
         self._event_loop: object | None = None  # while it serves; None refuses messages
         self._wake = anyio.Event()
-        self._ended = anyio.Event()
+        self._ended = LazyEvent()
         self._scope = DaemonScope("control")
         self._stops: list[TicketWriter[bool]] = []
         self._at_work = False
@@ -299,7 +300,7 @@ class LoopActor:
         if self._event_loop is not None:
             raise ConfigError(f"{self!r} is already running; make a second one")
         self.stop_began = self.cancelled_at = None
-        self.stopped, self._ended, self._wake = anyio.Event(), anyio.Event(), anyio.Event()
+        self.stopped, self._ended, self._wake = LazyEvent(), LazyEvent(), anyio.Event()
         self._on_stop = on_stop
         self._crashed = False
         self._context = copy_context()

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from contextvars import Context as CallContext
 
     from mainspring.core.dispatcher import Dispatcher
+    from mainspring.core.lazy_event import LazyEvent
     from mainspring.mailbox.message import Envelope, Message
     from mainspring.runtime.deadline import Deadline
     from mainspring.runtime.heartbeat import Heartbeat
@@ -111,7 +112,7 @@ class Delivery:
         name: str,
         clock: Callable[[], float],
         heartbeat: Heartbeat,
-        shutting_down: anyio.Event,
+        shutting_down: LazyEvent,
         lease_seconds: float,
         now: float,
         message: Message[Any, Any],

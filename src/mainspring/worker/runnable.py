@@ -9,6 +9,7 @@ import anyio
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from mainspring.core.lazy_event import LazyEvent
     from mainspring.runtime.heartbeat import Heartbeat
     from mainspring.threads.entry import AnywhereEvent
     from mainspring.worker.actor import LoopActor
@@ -120,7 +121,7 @@ class Steerable(Runnable, Protocol):
 
 
 async def stop_in_time(
-    loop: Steerable | LoopActor, ended: anyio.Event | AnywhereEvent, *, timeout: float, cancel_grace: float
+    loop: Steerable | LoopActor, ended: LazyEvent | AnywhereEvent, *, timeout: float, cancel_grace: float
 ) -> bool:
     """Give a loop that was told to stop ``timeout`` seconds, and its cancelled work ``cancel_grace`` more, before its run is
     cancelled as a whole. Returns when ``ended`` is set: whether it ended by itself."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
+from mainspring.core.lazy_event import LazyEvent
 from mainspring.mailbox.mailbox import MAX_MESSAGES
 from mainspring.runtime.cancellation import native_cancels
 from mainspring.threads.entry import AnywhereEvent
@@ -41,7 +42,7 @@ class Admission:
         self._heartbeat = heartbeat
         self._paused = False
         self._scope = anyio.CancelScope()
-        self._changed = anyio.Event()
+        self._changed = LazyEvent()
         self._at_rest = AnywhereEvent("pause")
 
     def stop(self) -> None:
@@ -57,7 +58,7 @@ class Admission:
         if not self._paused:
             self._paused = True
             self.open = False
-            self._changed = anyio.Event()
+            self._changed = LazyEvent()
             self._at_rest = AnywhereEvent("pause")
             self._scope.cancel()
 
@@ -270,7 +271,7 @@ class Slots:
         """How many slots are held for claims whose answers are awaited."""
         self._concurrency = concurrency
         self._capacity = capacity
-        self._freed = anyio.Event()
+        self._freed: anyio.Event
         self._full = False
         """True if a receiver waits for a free slot."""
 

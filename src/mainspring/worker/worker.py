@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from mainspring.core.clock import loop_clock, thread_clock
+from mainspring.core.lazy_event import LazyEvent
 from mainspring.core.tracebacks import where
 from mainspring.errors import MailboxConnectionError, MainspringError, TaskExitError
 from mainspring.runtime.cancellation import is_spurious_cancellation
@@ -99,7 +100,7 @@ class Worker:
         self.settings = settings
         self._concurrency = settings.concurrency
         self.admission = Admission(heartbeat)
-        self.shutting_down = anyio.Event()
+        self.shutting_down = LazyEvent()
         self._alarms = Alarms()
         self._overdue = self._alarms.alarm(self._release_overdue)
         self.store_health = StoreHealth(name, mailbox.approximate_count, dispatcher, self._alarms)

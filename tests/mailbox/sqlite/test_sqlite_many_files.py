@@ -14,6 +14,7 @@ import anyio
 import apsw
 import pytest
 
+from mainspring.core.state_machine import MailboxState
 from mainspring.mailbox.message import Counts
 from mainspring.mailbox.sqlite import schema as sql
 from mainspring.mailbox.sqlite.mailbox import SQLiteMailbox
@@ -65,6 +66,24 @@ async def test_many_files_have_few_threads_and_connections_and_lose_nothing(many
         assert message.body == number
         await message.acknowledge()
         assert await mailbox.counts() == Counts(settled=1)
+
+
+async def test_of_many_files_that_are_opened_no_more_than_are_kept_are_open_at_a_time(tmp_path, anyio_backend):
+    mailboxes = [SQLiteMailbox(tmp_path / f"{number}.db") for number in range(MANY)]
+    end, most = anyio.Event(), 0
+
+    async def use(mailbox):
+        async with mailbox:
+            await end.wait()
+
+    async with anyio.create_task_group() as tasks:
+        for mailbox in mailboxes:
+            tasks.start_soon(use, mailbox)
+        while any(mailbox.state is not MailboxState.OPEN for mailbox in mailboxes):
+            await anyio.sleep(0.001)
+            most = max(most, len(open_files(tmp_path)))
+        end.set()
+    assert most <= KEPT + 10  # one more for each thread
 
 
 async def test_files_that_rest_are_whole_once_they_are_closed(tmp_path, anyio_backend):

@@ -9,13 +9,14 @@ import os
 import threading
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import apsw
 
 from mainspring.core import clock, random
 from mainspring.core.directory import open_directory
 from mainspring.errors import ConfigError, MailboxConnectionError, MailboxError, MainspringError
+from mainspring.mailbox.backend import TRANSIENT
 from mainspring.mailbox.batched import Open
 from mainspring.mailbox.sqlite import schema as sql
 from mainspring.mailbox.sqlite.notifier import has_settled
@@ -36,6 +37,8 @@ INDEX_BYTES = 32_768
 LOG_PAGES = 20_000
 """Pages from which a checkpoint waits for readers, so that the log can start over: it never grows much beyond."""
 FILE_ID_BITS = 128
+NO_FILE_ID = b"-" * (FILE_ID_BITS // 4)
+"""Stands for the id of a file that is not made yet."""
 DESCRIPTORS = 3
 """How many a connection has: of the file, its log and the index of that."""
 
@@ -53,6 +56,7 @@ _TROUBLE: dict[type[Exception], str] = {
     apsw.ProtocolError: "is locked by others so often that no turn came; try again",
 }
 """What concerns every command of a transaction alike; anything else is one command's own fault."""
+_NEVER = threading.Event()
 _USABLE_AFTER = (apsw.BusyError, apsw.LockedError, apsw.FullError, apsw.ProtocolError)
 
 
@@ -99,7 +103,6 @@ class DatabaseFile:
         self.transactions = 0
         self._connection: apsw.Connection | None = None
         self._waited_since = 0.0
-        self._pause = threading.Event()
         self._log_pages = 0
         self._identity: FileIdentity | None = None  # from the first opening until the last leaves
         self._log: Inode | None = None  # that of the connection
@@ -115,7 +118,7 @@ class DatabaseFile:
     def run(self, commands: Sequence[Command], boot: Callable[[], float], wall: float) -> UnitOfWork | None:
         """Do all commands in one transaction and set their results and errors. Return None if nothing was committed."""
         try:
-            connection = self._connection or self._open([command for command in commands if type(command) is Open])
+            connection = self._connection or self._open([command for command in commands if isinstance(command, Open)])
             try:
                 work = self._commit(connection, commands, boot, wall, perform)
             except tuple(_TROUBLE):
@@ -322,8 +325,8 @@ class DatabaseFile:
         except Exception as error:
             raise self._explain(error) from error
 
-    def _open(self, first: Sequence[Command] = ()) -> apsw.Connection:
-        """Connect to the file. A new one is made with what the commands ``first`` do in it."""
+    def _open(self, first: Sequence[Open] = ()) -> apsw.Connection:
+        """Connect to the file. A new one is made with the mailboxes that the commands ``first`` are for."""
         check_sqlite(apsw.sqlite_lib_version())
         directory = os.path.dirname(self.path)
         if not os.path.isdir(directory):
@@ -339,13 +342,10 @@ class DatabaseFile:
             version = self._check(connection)
             if identity is not None:
                 self._check_content(connection, version, identity)
-            connection.execute("PRAGMA journal_mode = WAL").fetchall()
-            connection.execute(f"PRAGMA synchronous = {self.synchronous}")
-            connection.execute("PRAGMA mmap_size = 0").fetchall()
-            connection.execute("PRAGMA cache_size = -16384")
+            _execute_once(connection, sql.SETTINGS.format(self.synchronous))
             connection.set_wal_hook(self._committed)
             self._prepare(connection, version)
-            ((file_id,),) = connection.execute(sql.FILE_ID).fetchall()
+            ((file_id,),) = _execute_once(connection, sql.FILE_ID)
         self._connection = connection
         self._identity = FileIdentity(inode or _inode(self.path), str(file_id))
         self._log = _inode(f"{self.path}-wal")
@@ -357,9 +357,9 @@ class DatabaseFile:
 
         Another file knows nothing of the mailboxes that are open here. An earlier copy gives out numbers of leases once more.
         """
-        if version != sql.SCHEMA_VERSION or connection.execute(sql.FILE_ID).fetchall() != [(identity.file_id,)]:
+        if version != sql.SCHEMA_VERSION or _execute_once(connection, sql.FILE_ID) != [(identity.file_id,)]:
             raise self._not_there("replaced by another one")
-        if any(tick < self._tick for (tick,) in connection.execute(sql.TICK)):
+        if any(tick < self._tick for (tick,) in _execute_once(connection, sql.TICK)):
             raise self._not_there("replaced by an earlier copy, or its log deleted,")
 
     def _not_there(self, what: str) -> MailboxError:
@@ -387,16 +387,12 @@ class DatabaseFile:
     def _check(self, connection: apsw.Connection) -> int:
         """Return the schema version of the file, 0 for an empty one; refuses what is not ours, or newer than we are.
 
-        The three questions are one transaction: in between, another process could make its tables in an empty file.
+        The three questions are one transaction: in between, another process could make its tables in an empty file. An error
+        closes the connection, so it does not matter whether that is still open.
         """
-        connection.execute(
-            "SAVEPOINT looking"
-        )  # an error in here closes the connection: it may have ended that already
-        version: int = connection.pragma("user_version")
-        ours = connection.pragma("application_id") == sql.APPLICATION_ID
-        empty = ours or connection.execute("SELECT count(*) FROM sqlite_schema").fetchall() == [(0,)]
-        connection.execute("RELEASE looking")
-        if not ours and (version or not empty):
+        version: int
+        (version,), (application,), (tables,) = _execute_once(connection, sql.WHOSE)
+        if application != sql.APPLICATION_ID and (version or tables):
             raise ConfigError(f"{self.path} is the database of another program; name another file for the mailbox")
         if version > sql.SCHEMA_VERSION:
             raise ConfigError(
@@ -408,7 +404,7 @@ class DatabaseFile:
     def _prepare(self, connection: apsw.Connection, version: int) -> None:
         """Make the tables where there are none, or bring them up to date, and end the leases of an earlier boot."""
         boot = clock.boot_id()
-        if version == sql.SCHEMA_VERSION and connection.execute(sql.BOOT).fetchall() == [(boot,)]:
+        if version == sql.SCHEMA_VERSION and _execute_once(connection, sql.BOOT) == [(boot,)]:
             return
         connection.execute("BEGIN IMMEDIATE")
         try:
@@ -432,7 +428,7 @@ class DatabaseFile:
         now = clock.monotonic()
         if tries == 0:
             self._waited_since = now
-        self._pause.wait(0.0005 if tries < 20 else 0.002)
+        _NEVER.wait(0.0005 if tries < 20 else 0.002)
         return now - self._waited_since < self.busy_timeout
 
     def _committed(self, connection: apsw.Connection, database: str, pages: int) -> int:
@@ -471,30 +467,37 @@ def _roll_back(connection: apsw.Connection) -> None:
             connection.execute("ROLLBACK")
 
 
-def _make(path: str, first: Sequence[Command]) -> None:
+def _execute_once(connection: apsw.Connection, statements: str) -> list[tuple[Any, ...]]:
+    """Return the rows of statements that are executed when the file is opened; the connection does not keep them."""
+    return connection.execute(statements, can_cache=False).fetchall()
+
+
+def _make(path: str, first: Sequence[Open]) -> None:
     """Make a mailbox file that is whole from its first moment on; until then it has no name, and ends with this process.
 
     What prevents that, SQLite will tell; on a file system that has no files without a name, it makes the file.
     """
+    names = tuple(command.name for command in first if not command.name.startswith(TRANSIENT))
     with contextlib.suppress(OSError), open_directory(os.path.dirname(path)) as folder:
         nameless = os.open(".", os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC, 0o644, dir_fd=folder)
         with open(nameless, "wb") as file:
-            file.write(_new_file(first))
+            file.write(_new_file(names, clock.boot_id()).replace(NO_FILE_ID, random.token(FILE_ID_BITS).encode(), 1))
             file.flush()
             os.fsync(nameless)
             # unless another process has made one meanwhile
             os.link(f"/proc/self/fd/{nameless}", path, dst_dir_fd=folder, follow_symlinks=True)
 
 
-def _new_file(first: Sequence[Command]) -> bytes:
-    """Return what is in a mailbox file that was just made, and in which the commands ``first`` were done.
+@lru_cache(maxsize=1)
+def _new_file(names: tuple[str, ...], boot_id: str) -> bytes:
+    """Return what is in a mailbox file that was just made, and has mailboxes of these names, but :data:`NO_FILE_ID`.
 
     To have SQLite make each would take several waits for the disk.
     """
     with contextlib.closing(apsw.Connection(":memory:")) as connection:
         connection.deserialize("main", _tables())
-        connection.execute(sql.START, (clock.boot_id(), random.token(FILE_ID_BITS)))
-        perform(connection, first, clock.boot_time(), clock.wall_clock()())
+        connection.execute(sql.START, (boot_id, NO_FILE_ID.decode()))
+        perform(connection, list(map(Open, names)), 0.0, 0.0)
         content = bytearray(connection.serialize("main"))
     content[18:20] = b"\2\2"  # of the header: it has a write-ahead log
     return bytes(content)

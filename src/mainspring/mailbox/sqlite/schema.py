@@ -139,6 +139,9 @@ UPDATE store SET file_id = lower(hex(randomblob(16)));
 """What makes a file of the version that is the key one of the next version."""
 SET_VERSION = "PRAGMA user_version = {}"
 
+WHOSE = """SAVEPOINT looking; PRAGMA user_version; PRAGMA application_id; SELECT count(*) FROM sqlite_schema;
+    RELEASE looking"""
+SETTINGS = """PRAGMA journal_mode = WAL; PRAGMA synchronous = {}; PRAGMA mmap_size = 0; PRAGMA cache_size = -16384"""
 START = "INSERT INTO store VALUES (1, ?, ?)"
 FILE_ID = "SELECT file_id FROM store WHERE one = 1"
 BOOT = "SELECT boot_id FROM store"

@@ -163,20 +163,25 @@ class SharedFile:
             self._put(job)
 
     def rest(self) -> None:
-        """Have it disconnected, in a turn of its own: its disk may hang, and holds up no other file."""
-        self._submit_own(Rest())
+        """Have it disconnected, in a turn of its own: its disk may hang, and holds up no other file.
+
+        That turn is the next one, so that of many files that are opened no more than needed are open at a time.
+        """
+        self.check_process()
+        with self._lock:
+            self._put(CommandBatch((Rest(),), clock.boot_time, 0.0), first=True)
 
     def _submit_own(self, command: Command) -> None:
         self.submit(CommandBatch((command,), clock.boot_time, 0.0))
 
-    def _put(self, job: CommandBatch) -> None:
+    def _put(self, job: CommandBatch, first: bool = False) -> None:
         self._inbox.append(job)
-        self._take_turn()
+        self._take_turn(first)
 
-    def _take_turn(self) -> None:
+    def _take_turn(self, first: bool = False) -> None:
         if self._inbox and not self._queued and self._watcher is not None:
             self._queued = True
-            self._watcher.writers.serve(self)
+            self._watcher.writers.serve(self, first)
 
     def add_waiters(self, waiters: SQLiteWaiters) -> None:
         """Tell them from now on when there may be something to claim."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
+from collections import deque
 from itertools import islice
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
@@ -38,7 +39,7 @@ WRITERS = 2
 HELD_UP = 0.05
 """Seconds for which files queue without a turn that ends, until there are more threads."""
 KEPT = 64
-"""How many connections a process keeps. Each takes some 200 KiB and three descriptors, and half a millisecond to open."""
+"""How many connections a process keeps. Each takes some 160 KiB and three descriptors, and half a millisecond to open."""
 IDLE = 5.0
 """Seconds after which a writer thread that has nothing to do ends, unless it is the last one."""
 INSPECT_EVERY = 1.0
@@ -52,7 +53,8 @@ class Writers:
 
     def __init__(self, crowded: Callable[[], None]) -> None:
         self._crowded = crowded
-        self._queue: SimpleQueue[SharedFile | Inspection | None] = SimpleQueue()
+        self._line: deque[SharedFile | Inspection | None] = deque()
+        self._queue: SimpleQueue[None] = SimpleQueue()  # as many as are in the line
         self._lock = threading.Lock()
         self._threads = 0
         self._files = 0  # that are queued or served
@@ -69,10 +71,11 @@ class Writers:
         """Let the threads end; there are no more files."""
         with self._lock:
             for _ in range(self._threads):
+                self._line.append(None)
                 self._queue.put(None)
 
-    def serve(self, file: SharedFile | Inspection) -> None:
-        """Let a file, or an inspection of files, have a turn."""
+    def serve(self, file: SharedFile | Inspection, first: bool = False) -> None:
+        """Let a file, or an inspection of files, have a turn: the next one if ``first``."""
         with self._lock:
             self._files += 1
             crowded = False
@@ -82,7 +85,11 @@ class Writers:
                         self._start_one()
                 else:
                     crowded = self._files == self._threads + 1
-        self._queue.put(file)
+        if first:
+            self._line.appendleft(file)
+        else:
+            self._line.append(file)
+        self._queue.put(None)
         if crowded:
             self._crowded()
 
@@ -119,13 +126,14 @@ class Writers:
     def _write(self) -> None:
         while True:
             try:
-                file = self._queue.get(timeout=None if self._threads == 1 else IDLE)
+                self._queue.get(timeout=None if self._threads == 1 else IDLE)
             except Empty:
                 with self._lock:
                     if self._threads == 1 or self._files >= self._threads:
                         continue
                     self._threads -= 1
                 return
+            file = self._line.popleft()
             if file is None:
                 return
             file.serve(self)
