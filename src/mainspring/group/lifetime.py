@@ -158,17 +158,16 @@ class Lifetime:
     async def _run_loops(self, ready: Callable[[], object]) -> None:
         grace = self.settings.cancel_grace
         async with DaemonScope(f"{self.name} mailboxes", timeout=grace) as mailboxes:
-            async with DaemonScope(f"{self.name} lifespan", timeout=grace) as lifespan:
-                try:
-                    await self._run_loops_on(mailboxes, lifespan, ready)
-                finally:
-                    self._share(NO_RESOURCES, ())
+            try:
+                await self._run_loops_on(mailboxes, ready)
+            finally:
+                self._share(NO_RESOURCES, ())
             for daemon in reversed(mailboxes.daemons):
                 daemon.ask()  # all at once: each may have to wait for a server that does not answer
 
-    async def _run_loops_on(self, mailboxes: DaemonScope, lifespan: DaemonScope, ready: Callable[[], object]) -> None:
+    async def _run_loops_on(self, mailboxes: DaemonScope, ready: Callable[[], object]) -> None:
         async with DaemonScope(self.name, timeout=self.settings.cancel_grace) as scope:
-            self._scopes += (scope, lifespan, mailboxes)
+            self._scopes += (scope, mailboxes)
             with self._starting:
                 if self.shutdown.requested.is_set():
                     self._starting.cancel()
@@ -176,7 +175,7 @@ class Lifetime:
                 resources: Any = NO_RESOURCES
                 if self.settings.lifespan is not None:
                     left = anyio.Event()
-                    resources = await lifespan.start(
+                    resources = await scope.start(
                         self._live, self.settings.lifespan, left, name="lifespan", stop=left.set
                     )
                 self._share(resources, wrappers_of(self.settings.middleware))
