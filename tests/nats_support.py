@@ -138,7 +138,7 @@ class Place:
         names = self.names(name)
         for config in names.configs(replicas=1, storage=storage):
             await self.server.api(f"STREAM.CREATE.{config['name']}", config)
-        for stream, config in names.consumers(60.0):
+        for stream, config in names.consumers(60.0).items():
             request = {"stream_name": stream, "config": config}
             await self.server.api(f"CONSUMER.DURABLE.CREATE.{stream}.{CONSUMER}", request)
 

@@ -1,9 +1,10 @@
 """Mailboxes on a NATS server with JetStream.
 
-A mailbox is up to six streams, of which three have a durable consumer (``names.py``). The queue is made when the mailbox is first
-opened, each of the others when a message first needs it: a server makes one after another, in some milliseconds each. One that
-is missing has nothing in it. Each message has a subject of its own, and a stream keeps one message a subject. So the server fences each step (``streams.py``): "add unless there is one", "replace if it is still
-number n", "remove number n". The states of a message:
+A mailbox is up to six streams, of which three have a durable consumer (``names.py``). The queue is made when the mailbox is
+first opened, each of the others when a message first needs it: a server makes one after another, in some milliseconds each.
+One that is missing has nothing in it. Each message has a subject of its own, and a stream keeps one message a subject. So the
+server fences each step (``streams.py``): "add unless there is one", "replace if it is still number n", "remove number n". The
+states of a message:
 
 - Delayed: in the stream ``delayed``. The scheduler of an open mailbox adds it to ``queue`` when it is due, then removes it.
 - Pending: in ``queue``, not out with the queue's consumer.

@@ -114,8 +114,8 @@ class Names:
             },
         ]
 
-    def consumers(self, ack_wait: float) -> list[tuple[str, dict[str, Any]]]:
-        """Return the configuration of its consumers, each with its stream."""
+    def consumers(self, ack_wait: float) -> dict[str, dict[str, Any]]:
+        """Return the configuration of its consumers, by the stream of each."""
         common = {
             "durable_name": CONSUMER,
             "ack_policy": "explicit",
@@ -126,11 +126,11 @@ class Names:
             "max_waiting": 2_048,
         }
         timed = {"ack_wait": nanoseconds(DELAYED_ACK_WAIT), **common}
-        return [
-            (self.queue, {"ack_wait": nanoseconds(ack_wait), **common}),
-            (self.delayed, timed),
-            (self.expiries, timed),
-        ]
+        return {
+            self.queue: {"ack_wait": nanoseconds(ack_wait), **common},
+            self.delayed: timed,
+            self.expiries: timed,
+        }
 
 
 _WANTED = ("retention", "max_msgs_per_subject", "discard")

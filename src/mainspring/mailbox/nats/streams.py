@@ -190,9 +190,9 @@ class Store:
         configs = names.configs(replicas=self._replicas, storage=self._storage)
         consumers = names.consumers(self.ack_wait)
         about_streams = [Request(f"{_API}STREAM.INFO.{config['name']}") for config in configs]
-        about_consumers = [Request(f"{_API}CONSUMER.INFO.{each}.{CONSUMER}") for each, _ in consumers]
-        found = await self.connection.request_all([*about_streams, *about_consumers])
-        streams, found_consumers = found[: len(configs)], found[len(configs) :]
+        about_consumers = {each: Request(f"{_API}CONSUMER.INFO.{each}.{CONSUMER}") for each in consumers}
+        found = await self.connection.request_all([*about_streams, *about_consumers.values()])
+        streams, found_consumers = found[: len(configs)], dict(zip(consumers, found[len(configs) :], strict=True))
         needed = {names.queue, stream, *self.made}
         there = set()
         made = False
@@ -209,15 +209,15 @@ class Store:
             if config["name"] == self.names.queue:
                 self._note_identity(known)
             there.add(config["name"])
+        used = [each for each in consumers if each in there]
         if made:  # meanwhile another process may have made the consumers, with an ack wait of its own
-            found_consumers = await self.connection.request_all(about_consumers)
+            found = await self.connection.request_all([about_consumers[each] for each in used])
+            found_consumers = dict(zip(used, found, strict=True))
         ack_wait = self.ack_wait
-        for (each, config), answer in zip(consumers, found_consumers, strict=True):
-            if each not in there:
-                continue
-            known = _parse_unless(answer, NO_CONSUMER)
+        for each in used:
+            known = _parse_unless(found_consumers[each], NO_CONSUMER)
             if known is None:
-                request = {"stream_name": each, "config": config}
+                request = {"stream_name": each, "config": consumers[each]}
                 known = await self._make(f"CONSUMER.DURABLE.CREATE.{each}.{CONSUMER}", request)
             if each == names.queue:
                 ack_wait = known["config"]["ack_wait"] / 1e9
