@@ -155,6 +155,53 @@ async def test_a_shutdown_while_it_opens_ends_the_opening(virtual_clock):
     assert log == ["left"]
 
 
+async def test_handlers_that_are_cancelled_with_the_group_can_use_it_as_they_clean_up(virtual_clock):
+    shared, mailbox = Resources(), box()
+
+    async def handle(body: dict, ctx: Context[Resources]) -> None:
+        try:
+            await anyio.sleep(100)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await anyio.sleep(2)
+                ctx.resources.log.append("cleaned up")
+
+    group = LoopGroup([MainLoop(mailbox, handle)], lifespan=shared.open)
+    await mailbox.send({})
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(lambda: group.run(install_signals=False))
+        await anyio.sleep(1)
+        tasks.cancel_scope.cancel()
+    assert shared.log == ["open", "cleaned up", "closed"]
+
+
+async def test_its_closing_is_not_cut_off_at_once_where_the_group_is_cancelled(virtual_clock):
+    log = []
+
+    @asynccontextmanager
+    async def lifespan():
+        yield
+        await anyio.sleep(3)
+        log.append("flushed")
+
+    @asynccontextmanager
+    async def hanging():
+        yield
+        await anyio.sleep_forever()
+
+    async def handle(body: dict) -> None: ...
+
+    for make, took in ((lifespan, 3), (hanging, 5)):
+        group = LoopGroup([MainLoop(box(), handle)], lifespan=make)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(lambda: group.run(install_signals=False))  # noqa: B023
+            await anyio.sleep(1)
+            began = anyio.current_time()
+            tasks.cancel_scope.cancel()
+        assert anyio.current_time() - began == took
+    assert log == ["flushed"]
+
+
 async def test_without_one_it_is_a_fault_of_configuration(virtual_clock):
     mailbox = box()
 

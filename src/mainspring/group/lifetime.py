@@ -25,6 +25,7 @@ from mainspring.events import (
     ShutdownRequested,
 )
 from mainspring.group.checks import Checks
+from mainspring.group.lifespan import Lifespan
 from mainspring.group.managed_loop import ManagedLoop
 from mainspring.group.shutdown import Shutdown
 from mainspring.group.startup_objects import startup_objects_frozen
@@ -50,9 +51,6 @@ from mainspring.worker.slots import Capacity
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-    from contextlib import AbstractAsyncContextManager
-
-    from anyio.abc import TaskStatus
 
     from mainspring.core.dispatcher import Dispatcher
     from mainspring.group.settings import GroupSettings
@@ -158,26 +156,26 @@ class Lifetime:
     async def _run_loops(self, ready: Callable[[], object]) -> None:
         grace = self.settings.cancel_grace
         async with DaemonScope(f"{self.name} mailboxes", timeout=grace) as mailboxes:
-            try:
-                await self._run_loops_on(mailboxes, ready)
-            finally:
-                self._share(NO_RESOURCES, ())
+            async with DaemonScope(f"{self.name} lifespan", timeout=grace) as shared:
+                try:
+                    await self._run_loops_on(mailboxes, shared, ready)
+                finally:
+                    self._share(NO_RESOURCES, ())
             for daemon in reversed(mailboxes.daemons):
                 daemon.ask()  # all at once: each may have to wait for a server that does not answer
 
-    async def _run_loops_on(self, mailboxes: DaemonScope, ready: Callable[[], object]) -> None:
+    async def _run_loops_on(self, mailboxes: DaemonScope, shared: DaemonScope, ready: Callable[[], object]) -> None:
         async with DaemonScope(self.name, timeout=self.settings.cancel_grace) as scope:
-            self._scopes += (scope, mailboxes)
+            self._scopes += (scope, shared, mailboxes)
             with self._starting:
                 if self.shutdown.requested.is_set():
                     self._starting.cancel()
                 await open_in(mailboxes, self.mailboxes(), f"group {self.name!r}")
                 resources: Any = NO_RESOURCES
                 if self.settings.lifespan is not None:
-                    left = anyio.Event()
-                    resources = await scope.start(
-                        self._live, self.settings.lifespan, left, name="lifespan", stop=left.set
-                    )
+                    lifespan = Lifespan(self.settings.lifespan, self.settings.cancel_grace)
+                    shared.start_soon(lifespan.run, name="lifespan", stop=lifespan.stop)
+                    resources = await lifespan.wait_opened()
                 self._share(resources, wrappers_of(self.settings.middleware))
                 if not self.shutdown.requested.is_set():  # opening may have met no point at which it could be cancelled
                     self._start(scope)
@@ -192,18 +190,6 @@ class Lifetime:
                 await self._after_the_loops()
             self._enter(GroupState.STOP_DAEMONS)
             self._arm_exit(anyio.current_time() + self.settings.shutdown_timeout)
-
-    async def _live(
-        self,
-        lifespan: Callable[[], AbstractAsyncContextManager[Any]],
-        left: anyio.Event,
-        *,
-        task_status: TaskStatus[Any],
-    ) -> None:
-        """Keep open what handlers share, in one task, as what it opens may have cancel scopes."""
-        async with lifespan() as resources:
-            task_status.started(resources)
-            await left.wait()
 
     def _share(self, resources: Any, wrappers: Sequence[Wrapper]) -> None:
         """Set what the loops' handlers share, for their next run."""
