@@ -46,6 +46,6 @@ class Lifespan:
                 self._opened.set()
                 await self._told.wait()
                 self._scope.shield = False
-                if anyio.current_effective_deadline() == -math.inf:  # the group is cancelled; it closes all the same
+                if anyio.current_effective_deadline() == -math.inf:  # the group is cancelled, and it is still to close
                     self._scope.shield = True
                     self._scope.deadline = anyio.current_time() + self._grace
