@@ -66,13 +66,14 @@ class LoopCrashed(Event):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class MessageStarted(Event):
-    """A handler is about to run."""
+    """A handler is about to run. ``handler`` is its name: that of the function, or of the task."""
 
     loop: str
     message_id: str
     run_id: str
     delivery_count: int
     attempt: int
+    handler: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -84,7 +85,8 @@ class MessageFinished(Event):
     ``charged`` says of a retried one whether the attempt counts, and ``retry_in`` in how many seconds it comes again. Where
     there was an error, ``where`` is the line it came from, and ``error_type`` the name of its class, unless that is Retry,
     Reject or ReplyError, which are instructions. ``queue_seconds`` is the time from the send to the first delivery, a delay
-    included; it is None of later deliveries.
+    included; it is None of later deliveries. ``handler`` is the name of the function or of the task; it is empty where a
+    message is no call of a task that the worker has.
     """
 
     loop: str
@@ -101,6 +103,7 @@ class MessageFinished(Event):
     error_type: str | None = None
     queue_seconds: float | None = None
     began: bool = True
+    handler: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

@@ -25,6 +25,7 @@ from mainspring import (
     open_mailbox,
 )
 from mainspring.errors import ConfigError, InvalidParameterError, SerializationError
+from mainspring.events import MessageFinished
 from stores import KINDS, on
 
 pytestmark = pytest.mark.anyio
@@ -217,6 +218,30 @@ async def test_calls_are_sent_by_the_options_of_the_task_and_by_those_of_the_cal
             await until_done_in_virtual_time(tasks.mailbox)
         assert (await tasks.mailbox.counts()).dead == 1
     assert seen == [("highest", 0), ("high", 0), ("low", 0), ("past", 0), ("delayed", 60)]
+
+
+async def test_events_and_log_lines_name_the_task(virtual_clock, caplog):
+    tasks = Tasks("memory://named", retry=AT_ONCE, dead_letter=DeadLetterPolicy(1))
+    seen = []
+
+    @tasks.task
+    async def fails() -> None:
+        raise ValueError
+
+    @tasks.task(name="renamed")
+    async def works() -> None: ...
+
+    async with tasks:
+        await fails.send()
+        await works.send()
+        async with open_mailbox("memory://named", body=Any) as other:
+            await other.send({"task": "gone", "args": {}})
+        group = group_of(tasks)
+        group.dispatcher.subscribe(MessageFinished, lambda event: seen.append((event.handler, event.outcome)))
+        await group.run(install_signals=False, until_empty=True)
+    assert sorted(seen) == [("", "dead_lettered"), ("fails", "dead_lettered"), ("renamed", "acknowledged")]
+    lines = [record.getMessage() for record in caplog.records if "dead-lettered" in record.getMessage()]
+    assert [bool(re.match(r"named: message \w+ of fails dead-lettered after", line)) for line in lines].count(True) == 1
 
 
 async def test_the_context_is_passed_by_annotation_wherever_it_stands():

@@ -233,6 +233,7 @@ def test_json_lines(stderr: Callable[[], list[str]]) -> None:
         "error_type": None,
         "queue_seconds": None,
         "began": True,
+        "handler": "",
     }
     assert crashed["restart_in"] == 1.0
     assert "ValueError" in crashed["traceback"]

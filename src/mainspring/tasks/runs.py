@@ -125,6 +125,11 @@ class TaskRuns:
         """Decide what a failure of the function, or of its reply, means for the message."""
         return self._of(delivery).judge(delivery, error)
 
+    def handler_of(self, delivery: Delivery) -> str:
+        """Return the name of its task, or nothing if it is no call of a registered one."""
+        runs = self._of(delivery)
+        return "" if runs is self._unreadable else runs.handler_of(delivery)
+
     def _of(self, delivery: Delivery) -> HandlerRuns:
         try:
             task = delivery.message.body.task

@@ -200,7 +200,13 @@ def _finished(event: events.MessageFinished) -> None:
     else:
         level, said = logging.WARNING, f"{outcome}: another worker may have it now" if outcome == "lost" else outcome
     error = f": {event.error}{_at(event.where)}" if event.error else ""
-    _say(_message, level, event, f"message {event.message_id} {said} (ran {event.seconds:.3f} s){error}")
+    _say(_message, level, event, f"{_called(event)} {said} (ran {event.seconds:.3f} s){error}")
+
+
+def _called(event: events.MessageFinished) -> str:
+    """Return the message and, where the loop is not called as its handler, the handler."""
+    named = event.handler and event.handler != event.loop
+    return f"message {event.message_id} of {event.handler}" if named else f"message {event.message_id}"
 
 
 def _stalled(event: events.HandlerStalled) -> None:

@@ -257,6 +257,9 @@ class Runs(Protocol):
     def judge(self, delivery: Delivery, error: BaseException) -> Decision:
         """Decide what a failure of the handler, or of its reply, means for the message."""
 
+    def handler_of(self, delivery: Delivery) -> str:
+        """Return the name of its handler."""
+
 
 class HandlerRuns:
     """The runs of one function, as :class:`Runs`.
@@ -389,7 +392,14 @@ class HandlerRuns:
                 return given_up
         if self._dispatcher.wants(MessageStarted):
             self._dispatcher.dispatch(
-                MessageStarted(self._name, message.id, message.receipt_handle, message.delivery_count, message.attempt)
+                MessageStarted(
+                    self._name,
+                    message.id,
+                    message.receipt_handle,
+                    message.delivery_count,
+                    message.attempt,
+                    self._settings.handler,
+                )
             )
         body = message.body
         due = deadline_of(claimed.headers) if claimed.headers else None
@@ -457,6 +467,10 @@ class HandlerRuns:
     def judge(self, delivery: Delivery, error: BaseException) -> Decision:
         """Decide what a failure of the handler, or of its reply, means for the message."""
         return self._after(delivery, error, self._settings.dead_letter)
+
+    def handler_of(self, delivery: Delivery) -> str:
+        """Return the name of the handler, the same for each delivery."""
+        return self._settings.handler
 
     def _after(self, delivery: Delivery, error: BaseException, dead_letter: DeadLetterPolicy) -> Decision:
         message = delivery.message

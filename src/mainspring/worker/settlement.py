@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from mainspring.mailbox.mailbox import Mailbox
     from mainspring.mailbox.message import Envelope, Message, Settlement
     from mainspring.runtime.heartbeat import Heartbeat
-    from mainspring.worker.delivery import Delivery
+    from mainspring.worker.delivery import Delivery, Runs
     from mainspring.worker.slots import Slots
     from mainspring.worker.store_health import StoreHealth
 
@@ -75,14 +75,14 @@ class Settler:
         name: str,
         mailbox: Mailbox[Any, Any],
         dispatcher: Dispatcher,
-        judge: Callable[[Delivery, BaseException], Decision],
+        runs: Runs,
         store_health: StoreHealth,
     ) -> None:
         self._name = name
         self.store_health = store_health
         self._mailbox = mailbox
         self._dispatcher = dispatcher
-        self._judge = judge
+        self._runs = runs
         self._joint_ack_failed = False
         self.failures = 0
         """How many settlements have failed, to be tried again, since the mailbox was last known to take them."""
@@ -110,6 +110,7 @@ class Settler:
                 error_type=None if fault is None else type(fault).__qualname__,
                 queue_seconds=message.delivery.queue_seconds if message.delivery_count == 1 else None,
                 began=delivery.began,
+                handler=self._runs.handler_of(delivery),
             )
         )
 
@@ -164,7 +165,7 @@ class Settler:
                     # The handler's own code has settled it while this waited.
                     return await self.as_settled(delivery, decision)
                 if _is_hopeless(delivery, decision, error):
-                    decision = self._judge(delivery, error)
+                    decision = self._runs.judge(delivery, error)
                 elif not _retryable(error) or anyio.current_time() >= delivery.trusted_until:
                     self._dispatcher.dispatch(
                         SettlementFailed(self._name, delivery.message_id, decision.outcome, describe(error))

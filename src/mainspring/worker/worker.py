@@ -131,7 +131,7 @@ class Worker:
             partial(HandlerRuns, name, dispatcher, self._clock, context_of(self), wrappers, resources)
         )
         self._completion = Completion(
-            Settler(name, mailbox, dispatcher, self._handler_runs.judge, self.store_health),
+            Settler(name, mailbox, dispatcher, self._handler_runs, self.store_health),
             slots,
             dispatcher=dispatcher,
             heartbeat=heartbeat,
