@@ -62,8 +62,8 @@ class Command:
 
     ``droppable``: nothing is lost if a close drops it.
 
-    ``joins``: another command is likely to follow in the same turn of the event loop, as a claim follows an acknowledgement.
-    So its caller does not execute it, and both travel together.
+    ``joins``: another command is likely to follow soon, as a claim follows an acknowledgement. So its caller does not execute
+    it, it leaves a turn of the event loop later, and both travel together.
 
     ``mailbox``: its number on a store that numbers its mailboxes; the backend sets it. ``forsaken``: its caller was cancelled.
     """
@@ -426,8 +426,9 @@ class Batcher(Generic[C]):
                 self._state = _State.BY_RUNNER
                 await self._resume()
             elif self._state is _State.IDLE and self._next.commands:
-                # Callers that the same turn of the event loop set going come along; a lone command leaves after one turn.
-                before = int(self._callers == 1)  # no other caller could come along
+                # Callers that the same turn of the event loop set going come along. A lone command leaves after one turn,
+                # unless it joins: the claim that follows an acknowledgement has no caller yet.
+                before = int(self._callers == 1 and not self._next.commands[0].joins)
                 while len(self._next.commands) > before:
                     before = len(self._next.commands)
                     await anyio.lowlevel.checkpoint()

@@ -192,6 +192,21 @@ async def test_one_poll_asks_for_all_that_wait(place):
 
 
 @pytest.mark.slow
+async def test_an_acknowledgement_and_the_next_claim_share_a_call(place):
+    """Each handler takes longer than what a loop claims ahead, so that each message has a claim of its own."""
+
+    async def handle(body: int) -> None:
+        await anyio.sleep(0.06)
+
+    async with place.mailbox() as mailbox:
+        await mailbox.send_many(list(range(10)))
+        before = mailbox.statistics().batches
+        async with MainLoop(mailbox, handle) as loop:
+            await until(lambda: loop.outcomes["acknowledged"] == 10)
+        assert mailbox.statistics().batches - before <= 13
+
+
+@pytest.mark.slow
 async def test_a_receive_asks_nothing_while_the_mailbox_is_known_to_be_empty(place):
     async with two_processes(place) as (receiver, sender):
         with anyio.move_on_after(1):
