@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import anyio
 import hiredis
 
+from mainspring.mailbox.redis.commands import LARGE
 from mainspring.mailbox.redis.mailbox import RedisMailbox
 from mainspring.mailbox.redis.settings import RedisOptions, RedisServer
 from mainspring.mailbox.settings import read_url
@@ -26,6 +27,14 @@ if TYPE_CHECKING:
 
 CALLS = "mainspring-calls"
 LISTENER = "mainspring-listener"
+
+
+def unpushed(letter: str = "x") -> str:
+    """The longest text whose body is kept with its message, which makes that too large to be pushed.
+
+    A receive that waits is woken for it, and claims it.
+    """
+    return letter * (LARGE - 2)
 
 
 class Place:

@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from mainspring.mailbox.message import Counts
-from redis_support import LISTENER, line_to, place
+from redis_support import LISTENER, line_to, place, unpushed
 
 pytestmark = pytest.mark.anyio
 
@@ -71,7 +71,7 @@ async def test_whoever_waits_is_called(here, anyio_backend, seed, breaks):
         sent: list[str] = []
         for burst in range(BURSTS):
             bodies = [
-                f"{burst}.{number}." + "x" * rng.choice([0] * 9 + [70_000])
+                f"{burst}.{number}.".ljust(rng.choice([0] * 18 + [len(unpushed()), 70_000]), "x")
                 for number in range(rng.choice([1, 2, 2, 20]))
             ]
             with anyio.move_on_after(1):  # until all that are free wait for long

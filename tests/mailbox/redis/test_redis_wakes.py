@@ -12,13 +12,13 @@ import pytest
 from anyio.lowlevel import checkpoint
 
 from mainspring.mailbox.message import Counts
-from redis_support import place, soon
+from redis_support import place, soon, unpushed
 
 pytestmark = pytest.mark.anyio
 
 SMALL = "x"
 """Claimed for who waits, and sent to it."""
-LARGE = "x" * 70_000
+LARGE = unpushed()
 """Too large for that: who waits is called, and claims it."""
 
 
@@ -86,7 +86,7 @@ async def test_a_claim_that_takes_all_it_wanted_and_leaves_more_calls_its_neighb
         async with here.mailbox() as sender, Process(here, receives=2) as process:
             process.send_signal(signal.SIGSTOP)
             await sender.send(LARGE)
-            await sender.send("y" * 70_000)
+            await sender.send(unpushed("y"))
             process.send_signal(signal.SIGCONT)
             assert sorted([await process.said(), await process.said()]) == ["x", "y"]
 
