@@ -75,12 +75,13 @@ async def test_on_postgresql(postgres_url, anyio_backend):
 
 async def test_on_nats(nats_url, anyio_backend):
     async with nats_place(nats_url) as here:
+        await here.make_all()
         await use(here.box())
         loop = examples("nats.md", "text").replace("\\\n", "")
         ((boxes, kinds),) = re.findall(r"for box in (.*?); do\n.*?for part in (.*?); do", loop, re.DOTALL)
         assert len(boxes.split()) == 2
         for box in boxes.split():
             for kind in kinds.split():
-                await here.server.api(f"STREAM.DELETE.{kind}_{encoded(here.prefix)}-{box}")
+                await here.server.delete(f"{kind}_{encoded(here.prefix)}-{box}")
         assert await here.server.streams(encoded(here.prefix)) == []
         assert not await here.box().exists()
