@@ -28,7 +28,7 @@ from mainspring.group.checks import Checks
 from mainspring.group.lifespan import Lifespan
 from mainspring.group.managed_loop import ManagedLoop
 from mainspring.group.shutdown import Shutdown
-from mainspring.group.startup_objects import startup_objects_frozen
+from mainspring.group.startup_objects import full_collections_rare, startup_objects_frozen
 from mainspring.group.thread_leaks import ThreadLeaks
 from mainspring.group.until_empty import UntilEmpty
 from mainspring.mailbox.mailbox import Mailbox
@@ -167,7 +167,7 @@ class Lifetime:
     async def _run_loops_on(self, mailboxes: DaemonScope, shared: DaemonScope, ready: Callable[[], object]) -> None:
         async with DaemonScope(self.name, timeout=self.settings.cancel_grace) as scope:
             self._scopes += (scope, shared, mailboxes)
-            with self._starting:
+            with self._starting, full_collections_rare():
                 if self.shutdown.requested.is_set():
                     self._starting.cancel()
                 await open_in(mailboxes, self.mailboxes(), f"group {self.name!r}")

@@ -332,6 +332,7 @@ class LoopActor:
             self._event_loop = None
             left = [*self._inbox]
             self._inbox.clear()
+        self._on_stop = None  # so that the group's part of the loop goes with the group
         self._ended.set()
         for message, answer in left:
             answer.offer_error(self._not_running(message))
