@@ -391,8 +391,6 @@ class Batches:
 
     def execute(self, commands: list[Command]) -> Awaitable[None]:
         """Execute commands; if a call fails, its commands and those of the calls behind it get the error from the batcher."""
-        if self._commands:  # a spurious cancellation has ended the last batch
-            self._keep_unconfirmed()
         if self._unconfirmed:
             commands, self._unconfirmed = [*self._unconfirmed, *commands], []
         self._commands, self._call = commands, None
