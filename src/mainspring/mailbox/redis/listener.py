@@ -415,10 +415,8 @@ class Listener:
                 if refusal is not None:
                     refused[subscription] = refusal
                 elif subscription.channels == names:  # else it was removed meanwhile
+                    subscription.begun()  # first, so that it ends if the connection is lost meanwhile
                     await self._meet(subscription, channel.host)
-                    if self._channel is not listening:
-                        raise anyio.ClosedResourceError
-                    subscription.begun()
         finally:
             await channel.close()
         return refused
