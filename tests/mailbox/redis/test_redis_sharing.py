@@ -330,7 +330,7 @@ async def test_a_mailbox_that_cannot_be_swept_keeps_none_from_it(swept, anyio_ba
 
 async def test_a_mailbox_that_closes_while_the_server_is_away_leaves_the_others_theirs(anyio_backend):
     """What it still owed is nothing to them."""
-    with RedisServer() as own, place(own.url, fallback_interval=0.05, timeout=0.5) as here:
+    with RedisServer() as own, place(own.url, fallback_interval=0.05) as here:
         got: list = []
 
         async def receive(box) -> None:
@@ -338,8 +338,8 @@ async def test_a_mailbox_that_closes_while_the_server_is_away_leaves_the_others_
                 with suppress(MailboxConnectionError):
                     got.extend(await box.receive(wait_time_seconds=600))
 
-        async with here.mailbox("stays") as stays:
-            async with here.mailbox("goes") as goes:
+        async with here.mailbox("stays", timeout=0.5) as stays:
+            async with here.mailbox("goes", timeout=0.5) as goes:
                 assert await goes.receive(wait_time_seconds=0.01) == []
                 own.stop(signal.SIGKILL)
                 with suppress(MailboxConnectionError):
