@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from typing import TYPE_CHECKING, Any
@@ -65,6 +66,9 @@ class Interruption:
         self._begun = True
 
     def __enter__(self) -> Interruption:
+        # A collection would run finalizers of other tests' objects in the middle of a line, with a lock held maybe.
+        self._collects = gc.isenabled()
+        gc.disable()
         if self._thread is not None:
             threading.settrace(self._tracer)
         else:
@@ -77,6 +81,8 @@ class Interruption:
             threading.settrace(None)  # type: ignore[arg-type]
         else:
             sys.settrace(self._before)
+        if self._collects:
+            gc.enable()
 
 
 def in_thread(fn: Callable[[], object], seconds: float = 30) -> None:
