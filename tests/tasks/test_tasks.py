@@ -122,6 +122,18 @@ async def test_while_a_unique_call_is_unfinished_another_one_is_not_sent(store):
         assert (await sync.send(1, full=True)).new
 
 
+async def test_a_unique_call_has_the_same_arguments_whatever_the_order_of_their_keys():
+    tasks = Tasks("memory://unique")
+
+    @tasks.task(unique=True)
+    async def sync(rows: dict[str, dict[str, int]]) -> None: ...
+
+    async with tasks:
+        assert (await sync.send({"a": {"x": 1, "y": 2}, "b": {}})).new
+        assert not (await sync.send({"b": {}, "a": {"y": 2, "x": 1}})).new
+        assert (await sync.send({"a": {"x": 2, "y": 1}, "b": {}})).new
+
+
 @EVERYWHERE
 async def test_a_call_of_an_unknown_task_waits_for_a_worker_that_has_it(store):
     old, new = Tasks(store.url()), Tasks(store.url())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -256,8 +257,9 @@ class Task(Generic[P, R]):
     def _dedup_key(self, call: TaskCall) -> str | None:
         if not self.sending.unique or self.sending.dedup_key is not None:
             return self.sending.dedup_key
-        arguments = self.parameters.encode(dict(sorted(call.arguments.items())))
-        return f"{self.name}:{hashlib.sha256(arguments).hexdigest()}"
+        arguments = json.loads(self.parameters.encode(call.arguments))
+        in_one_order = json.dumps(arguments, sort_keys=True).encode()
+        return f"{self.name}:{hashlib.sha256(in_one_order).hexdigest()}"
 
     def _asked(self) -> dict[str, Any]:
         """Return the options of a request."""
