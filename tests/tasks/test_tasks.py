@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import re
 import threading
+from collections import abc  # noqa: TC003 - the annotations of tasks are resolved
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, TypedDict
 
 import anyio
 import pytest
@@ -295,6 +296,26 @@ async def test_a_task_is_called_here_as_the_function_that_it_is():
     assert halve(4) == 2
     assert (double.__name__, double.__doc__) == ("double", "Double it.")
     assert "'double'" in repr(double)
+
+
+async def test_an_object_that_can_be_called_is_a_task_whatever_its_attributes_are_called():
+    class Row(TypedDict):
+        number: int
+
+    class Doubler:
+        def __init__(self) -> None:
+            self.send = self.options = 2
+
+        def __call__(self, row: Row) -> abc.Awaitable[Receipt]:
+            return self.double(row)
+
+        async def double(self, row: Row) -> Receipt:
+            return Receipt("twice", self.send * row["number"])
+
+    tasks = Tasks("memory://object")
+    double = tasks.task(name="double")(Doubler())
+    async with tasks, group_of(tasks):
+        assert await double.options(priority=1).request({"number": 4}) == Receipt("twice", 8)
 
 
 @pytest.mark.slow

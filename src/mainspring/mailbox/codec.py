@@ -116,7 +116,7 @@ class Codec:
         try:
             if inspect.isroutine(self.body_type) or isinstance(self.body_type, str | dict):  # a dict: pydantic's schema
                 raise TypeError(f"{self.body_type!r} is no type")
-            return TypeAdapter(_supported(self.body_type))
+            return TypeAdapter(supported(self.body_type))
         except (PydanticSchemaGenerationError, PydanticUserError, TypeError, NameError) as error:
             reason = str(error).splitlines()[0]
             raise ConfigError(
@@ -362,7 +362,7 @@ def _revealed(value: Any) -> tuple[Any, bool]:
     return value, False
 
 
-def _supported(body_type: Any) -> Any:
+def supported(body_type: Any) -> Any:
     """Return ``body_type`` with each ``typing.TypedDict`` replaced: before Python 3.12 pydantic refuses it.
 
     This reaches the type itself and its parameters (``list[Row]``), not the fields of dataclasses and models.
@@ -372,7 +372,7 @@ def _supported(body_type: Any) -> Any:
     if is_typeddict(body_type):
         return _typed_dict(body_type)
     old = get_args(body_type)
-    new = tuple(_supported(argument) for argument in old)
+    new = tuple(supported(argument) for argument in old)
     if all(a is b for a, b in zip(old, new, strict=True)):
         return body_type
     origin = get_origin(body_type)
@@ -385,7 +385,7 @@ def _typed_dict(body_type: Any) -> Any:
     fields: dict[str, Any] = {}
     for key, hint in get_type_hints(body_type, include_extras=True).items():
         stated = get_origin(hint) in (Required, NotRequired)
-        inner = _supported(get_args(hint)[0] if stated else hint)
+        inner = supported(get_args(hint)[0] if stated else hint)
         optional = get_origin(hint) is NotRequired if stated else key in body_type.__optional_keys__
         fields[key] = NotRequired[inner] if optional else Required[inner]
     return TypedDict(body_type.__name__, fields)  # type: ignore[operator]

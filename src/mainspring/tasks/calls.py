@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, NotRequired
 
 from mainspring.core.introspection import code_of
 from mainspring.errors import ConfigError, InvalidParameterError, SerializationError, UnknownTaskError
-from mainspring.mailbox.codec import Codec, NotJsonError, Unserialized
+from mainspring.mailbox.codec import Codec, NotJsonError, Unserialized, supported, type_name
 from mainspring.worker.context import Context
-from mainspring.worker.handler import Annotations, alternatives
+from mainspring.worker.handler import Annotations, alternatives, awaited
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -40,7 +40,7 @@ class Parameters:
         """The name of the parameter that gets the context, or None."""
         self.dependencies = _dependencies(name, fn)
         """The names of the parameters that the worker provides; they are not sent."""
-        self.result_type = annotations.known("return")
+        self.result_type = awaited(annotations.known("return"))
         self._types: dict[str, Any] = {}
         sent = []
         for each in signature.parameters.values():
@@ -57,7 +57,7 @@ class Parameters:
                 raise ConfigError(
                     f"task {name}{signature}: annotate {each.name} with its type (Any is whatever JSON can say)"
                 )
-            kind = annotations.needed(each.name)
+            kind = supported(annotations.needed(each.name))
             self._types[each.name] = kind if each.default is _NO_DEFAULT else NotRequired[kind]
             sent.append(each.replace(annotation=kind))
         self._signature = inspect.Signature(sent)

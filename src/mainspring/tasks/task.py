@@ -84,7 +84,7 @@ class Task(Generic[P, R]):
         options: TaskOptions,
         sending: SendOptions,
     ) -> None:
-        update_wrapper(self, fn)
+        update_wrapper(self, fn, updated=())  # an object that is called may have attributes of any name
         self.tasks = tasks
         self.name = name
         self.fn = fn

@@ -280,9 +280,13 @@ def _takes_context(kind: Any) -> bool:
 
 
 def _reply_type(returned: Any) -> Any:
-    if typing.get_origin(returned) in (Awaitable, Coroutine):  # a plain function that leaves the rest to a coroutine
-        returned = typing.get_args(returned)[-1]
+    returned = awaited(returned)
     return None if returned is type(None) else returned
+
+
+def awaited(returned: Any) -> Any:
+    """Return the type of a result by its annotation; where a plain function returns a coroutine, that of its result."""
+    return typing.get_args(returned)[-1] if typing.get_origin(returned) in (Awaitable, Coroutine) else returned
 
 
 class Annotations:
