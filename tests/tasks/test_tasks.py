@@ -27,6 +27,7 @@ from mainspring import (
 )
 from mainspring.errors import ConfigError, InvalidParameterError, SerializationError
 from mainspring.events import MessageFinished
+from mainspring.mailbox.message import Envelope
 from stores import KINDS, on
 
 pytestmark = pytest.mark.anyio
@@ -458,6 +459,68 @@ async def test_a_call_that_another_program_has_written_is_read_too():
         async with group_of(tasks):
             await until_done(tasks.mailbox)
     assert sorted(seen) == [('a","args":{', "Hello"), ("b", "ü")]
+
+
+async def test_bytes_that_another_program_has_written_never_end_the_loop(virtual_clock):
+    tasks = Tasks("memory://bytes", retry=AT_ONCE, dead_letter=DeadLetterPolicy(2))
+    seen = []
+
+    @tasks.task(name="a/b")
+    async def keep(x: int) -> None:
+        seen.append(x)
+
+    read = (
+        rb'{"task":"a\/b","args":{"x":1}}',
+        b'{"task":"a/b","args":{"x":2}}\n',
+        b'{"task":"a/b","args":{"x":0},"args":{"x":3}}',
+        b'{"task":"a/b","args":{"x":4}}',
+    )
+    no_json = (b'{"task":"a/b","args":{"x":5}X', b'{"task":"\xff","args":{}}', b'{"task":"a/b","args":{"x":5}', b"")
+    no_call = (b'{"task":"a/b","args":{"x":5},"version":2}', b'{"task":7}', b'{"task":7,"args":{}}', b"[]")
+    unknown = (b'{"task":"%s","args":{}}' % (b"n" * 100_000),)
+    async with tasks:
+        mailbox = tasks.mailbox
+        for raw in (*read, *no_json, *no_call, *unknown):
+            await mailbox.send_prepared([Envelope(mailbox.new_id(), raw)])
+        async with group_of(tasks):
+            await until_done_in_virtual_time(mailbox)
+            letters = await mailbox.dead_letters()
+    assert sorted(seen) == [1, 2, 3, 4]
+    assert [(letter.error_type, letter.attempt) for letter in sorted(letters, key=lambda each: each.message_id)] == [
+        *[("NotJsonError", 1)] * 4, *[("SerializationError", 2)] * 4, ("UnknownTaskError", 2),
+    ]  # fmt: skip
+    assert all(len(letter.error) < 1_000 for letter in letters)
+
+
+async def test_what_was_not_serialized_is_run_by_the_task_of_its_name_in_this_worker(virtual_clock):
+    mine = Tasks("memory://shared?serialize=false", retry=AT_ONCE, dead_letter=DeadLetterPolicy(2))
+    other = Tasks("memory://shared?serialize=false")
+    seen = []
+
+    @mine.task(name="both")
+    def both(x: int) -> None:
+        seen.append(f"mine {x}")
+
+    @other.task(name="both")
+    def both_there(x: int) -> None:
+        seen.append(f"other {x}")
+
+    @other.task(name="typed")
+    def only_there(x: str) -> None: ...
+
+    mine.task(name="typed")(both.fn)
+    only_other = other.task(name="gone")(both.fn)
+    async with mine, other, open_mailbox("memory://shared?serialize=false", body=int) as plain:
+        await both.options(priority=1).send(1)
+        await both_there.send(2)
+        await only_there.send("three")
+        await only_other.send(4)
+        await plain.send(5)
+        async with group_of(mine):
+            await until_done_in_virtual_time(mine.mailbox)
+            letters = await mine.mailbox.dead_letters()
+    assert sorted(seen) == ["mine 1", "mine 2"]
+    assert sorted(letter.error_type for letter in letters) == ["SerializationError"] * 2 + ["UnknownTaskError"]
 
 
 def test_what_cannot_be_a_task_is_refused_where_it_is_registered():

@@ -205,20 +205,36 @@ class CallCodec(Codec):
         :raises SerializationError: it is no call, or its arguments do not fit the function.
         """
         if isinstance(raw, Unserialized):
-            call: TaskCall = raw.body
-            return call
-        before, found, arguments = raw.partition(ARGS)
-        if found and before.startswith(HEAD):
-            name, arguments = before[len(HEAD) :].decode(), arguments[:-1]
-        else:
-            name, arguments = _parts(raw)
+            return self._own(raw.body)
+        before, found, rest = raw.partition(ARGS)
+        if found and before.startswith(HEAD) and rest.endswith(b"}"):  # as `encode` writes it
+            known = self._register.get(before[len(HEAD) :].decode(errors="replace"))
+            if known is not None:
+                try:
+                    return TaskCall(known, known.parameters.codec.decode(rest[:-1]))
+                except NotJsonError:
+                    pass  # another program may have written more behind the arguments
+        name, arguments = _parts(raw)
+        task = self._task(name)
+        return TaskCall(task, task.parameters.codec.decode(arguments))
+
+    def _own(self, body: Any) -> TaskCall:
+        """Return a call that was not serialized, as one of the task that is registered here under its name."""
+        if not isinstance(body, TaskCall):
+            raise SerializationError(f"the stored body is no call of a task, but a {type_name(type(body))}")
+        task = self._task(body.task.name)
+        if body.task.parameters is not task.parameters:  # of another Tasks on the same queue
+            task.parameters.codec.check(body.arguments)
+        return TaskCall(task, body.arguments)
+
+    def _task(self, name: str) -> Task[..., Any]:
         task = self._register.get(name)
         if task is None:
             raise UnknownTaskError(
-                f"no task {name!r} is registered in this worker; import the module that defines it, or keep the old name:"
-                f" @tasks.task(name={name!r})"
+                f"no task {name!r:.200} is registered in this worker; import the module that defines it, or keep the old name:"
+                f" @tasks.task(name={name!r:.200})"
             )
-        return TaskCall(task, task.parameters.codec.decode(arguments))
+        return task
 
 
 def head(name: str) -> bytes:
@@ -235,5 +251,5 @@ def _parts(raw: bytes) -> tuple[str, bytes]:
     except ValueError as error:
         raise NotJsonError(f"the stored body is no JSON: {error}") from None
     if isinstance(found, dict) and found.keys() == {"task", "args"} and isinstance(found["task"], str):
-        return found["task"], to_json(found["args"])
+        return found["task"], to_json(found["args"], inf_nan_mode="constants")
     raise SerializationError('the stored body is no call of a task: {"task": NAME, "args": {…}} is')
