@@ -565,7 +565,7 @@ def test_what_cannot_be_a_task_is_refused_where_it_is_registered():
     assert list(tasks.registered) == ["taken"]
 
 
-def test_a_type_that_json_cannot_hold_is_refused_at_the_first_send():
+def test_a_type_that_json_cannot_hold_is_refused_at_the_first_send_and_by_the_worker():
     tasks = Tasks("memory://types")
 
     @tasks.task
@@ -577,6 +577,17 @@ def test_a_type_that_json_cannot_hold_is_refused_at_the_first_send():
 
     with pytest.raises(ConfigError, match="cannot be"):
         anyio.run(main)
+
+    async def work():
+        async with tasks:
+            await tasks.mailbox.send_prepared([Envelope("1", b'{"task":"listen","args":{}}')])
+            try:
+                await group_of(tasks).run(install_signals=False, until_empty=True)
+            finally:
+                assert (await tasks.mailbox.counts()).pending == 1
+
+    with pytest.raises(ConfigError, match="cannot be"):
+        anyio.run(work)
 
 
 async def test_a_task_is_not_registered_while_a_loop_runs():

@@ -80,6 +80,10 @@ class Parameters:
             self._codec = _Arguments(kind)
         return self._codec
 
+    def check_types(self) -> None:
+        """Raise :class:`ConfigError` if JSON cannot hold the type of a parameter."""
+        _ = self.codec
+
     def bind(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of a call by their names, as they were given.
 

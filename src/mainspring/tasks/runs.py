@@ -62,8 +62,10 @@ class Pools:
     async def __aenter__(self) -> Self:
         """Open the pools of the tasks that are registered by now.
 
-        :raises ConfigError: a function cannot run where its task says.
+        :raises ConfigError: a function cannot run where its task says, or JSON cannot hold the type of a parameter.
         """
+        for task in self._tasks.registered.values():
+            task.parameters.check_types()
         pools = {task.name: self._pool_of(task) for task in self._tasks.registered.values() if not task.is_async}
         async with AsyncExitStack() as opened:
             for pool in dict.fromkeys(pools.values()):

@@ -207,7 +207,8 @@ class Tasks:
     ) -> MainLoop:
         """Return a loop that runs the calls, for a LoopGroup; see :class:`MainLoop` for the parameters.
 
-        It runs each task that is registered by the time it starts.
+        It runs each task that is registered by the time it starts. Then the loop fails with :class:`ConfigError` where JSON
+        cannot hold the type of one's parameter.
         """
         return MainLoop(
             self.mailbox,
