@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -162,3 +163,8 @@ def test_a_wrong_declaration_is_refused_where_the_task_is_registered():
 
         @tasks.task
         async def work(db: int = Provided) -> None: ...
+
+    async def partial(number: int, db: Db = Provided) -> None: ...
+
+    with pytest.raises(ConfigError, match="task partial: only a function can have dependencies"):
+        tasks.task(name="partial")(functools.partial(partial, 1))

@@ -307,3 +307,5 @@ def test_what_is_no_middleware_is_refused_where_it_is_given():
         ):
             with pytest.raises(ConfigError, match=text):
                 give()
+    with pytest.raises(ConfigError, match="middleware must be a list of them, not <"):
+        Tasks("memory://any", middleware=Middleware())

@@ -534,6 +534,7 @@ def test_what_cannot_be_a_task_is_refused_where_it_is_registered():
     async def keywords(**to: str) -> None: ...
     async def positional(to: str, /) -> None: ...
     async def unknown(to: Nowhere) -> None: ...  # noqa: F821
+    async def two_contexts(ctx: Context, more: Context) -> None: ...
     def generator():
         yield 1
 
@@ -544,6 +545,8 @@ def test_what_cannot_be_a_task_is_refused_where_it_is_registered():
         (keywords, {}, "arguments are sent by name"),
         (positional, {}, "arguments are sent by name"),
         (unknown, {}, "the annotation of to cannot be resolved"),
+        (two_contexts, {}, "ctx and more are the context"),
+        (max, {}, "its parameters cannot be read"),
         (generator, {}, "generator"),
         (7, {}, "a task must be a function"),
         (taken.fn, {"name": "a b"}, "task 'a b': a name"),
@@ -558,6 +561,10 @@ def test_what_cannot_be_a_task_is_refused_where_it_is_registered():
             tasks.task(**options)(fn)
     with pytest.raises(InvalidParameterError, match="priority"):
         tasks.task(name="x", priority=1.5)(taken.fn)
+    with pytest.raises(InvalidParameterError, match="unique must be True or False, not 'pending'"):
+        tasks.task(name="x", unique="pending")
+    with pytest.raises(InvalidParameterError, match="unique must be True or False, not 'pending'"):
+        taken.options(unique="pending")
     with pytest.raises(ConfigError, match="a mailbox URL or a Mailbox"):
         Tasks(7)
     with pytest.raises(ConfigError, match="holds body type str"):

@@ -34,7 +34,10 @@ class Parameters:
 
     def __init__(self, name: str, fn: Callable[..., Any], names: Mapping[str, Any]) -> None:
         self._name = name
-        signature = inspect.signature(fn)
+        try:
+            signature = inspect.signature(fn)
+        except ValueError as error:
+            raise ConfigError(f"task {name}: its parameters cannot be read ({error}); wrap it in a function") from None
         annotations = Annotations(f"task {name}", code_of(fn), names)
         self.context: str | None = None
         """The name of the parameter that gets the context, or None."""
@@ -51,6 +54,10 @@ class Parameters:
             if each.name in self.dependencies:
                 continue
             if Context in alternatives(annotations.known(each.name)):
+                if self.context is not None:
+                    raise ConfigError(
+                        f"task {name}{signature}: {self.context} and {each.name} are the context; keep one"
+                    )
                 self.context = each.name
                 continue
             if each.annotation is _NO_DEFAULT:
@@ -133,6 +140,8 @@ def _dependencies(name: str, fn: Callable[..., Any]) -> frozenset[str]:
         return names_of(fn)
     except TypeError as error:
         raise ConfigError(f"task {name}: {error}") from None
+    except AttributeError:  # the library sees none where a function is wrapped, and fails as it says so
+        raise ConfigError(f"task {name}: only a function can have dependencies, not {fn!r:.200}") from None
 
 
 class _Arguments(Codec):

@@ -151,6 +151,7 @@ class TaskRuns:
         )
         call = _coroutine_of(task) if task.is_async else _offloaded(task, self._pools[task])
         self._by_task[task] = runs = self._make(call, settings, _replier(task), inner=wrappers_of(how.middleware))
+        runs.cancelled = self.cancelled
         return runs
 
 

@@ -62,6 +62,10 @@ class SendOptions:
     unique: bool = False
     connection: Any = None
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.unique, bool):
+            raise InvalidParameterError(f"unique must be True or False, not {self.unique!r}")
+
 
 USUAL = SendOptions()
 """How a call is sent of which nothing is said."""
@@ -99,7 +103,7 @@ class Task(Generic[P, R]):
         self._result_codec: Codec | None = None
 
     def __call__(self, *args: P.args, **keywords: P.kwargs) -> Any:
-        """TaskCall the function itself. It is given no context but the one that is passed."""
+        """Call the function itself. It is given no context but the one that is passed."""
         return self.fn(*args, **keywords)
 
     def __repr__(self) -> str:

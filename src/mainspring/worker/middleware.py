@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -9,7 +10,7 @@ from mainspring.core.introspection import is_async, is_generator
 from mainspring.errors import ConfigError, TaskExitError, describe
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
     from contextlib import AbstractAsyncContextManager
 
     from mainspring.mailbox.message import Message
@@ -45,6 +46,8 @@ class Middleware:
 
 def checked(middleware: Iterable[Middleware], owner: str) -> tuple[Middleware, ...]:
     """Return the middleware of ``owner``. Raise :class:`ConfigError` for what is none."""
+    if not isinstance(middleware, Iterable):
+        raise ConfigError(f"{owner}: middleware must be a list of them, not {middleware!r}")
     given = tuple(middleware)
     for each in given:
         if not isinstance(each, Middleware):
