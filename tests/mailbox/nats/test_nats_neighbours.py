@@ -220,7 +220,9 @@ async def test_a_receive_whose_consumer_is_deleted_says_which_mailbox_has_to_try
 
         async def delete():
             with anyio.fail_after(10):
-                while not box.statistics().waiting_receives:
+                while not (await here.server.consumer(here.names("Jobs").queue))[
+                    "num_waiting"
+                ]:  # it has asked the server
                     await anyio.sleep(0.01)
             await here.server.delete(here.names("Jobs").queue)
 
