@@ -24,7 +24,7 @@ RARER = 4
 
 
 class _RareCollections:
-    """The thresholds of the process's collector while groups start. Those that the program sets meanwhile stay."""
+    """The thresholds of the process's collector while groups start. Thresholds that the program sets meanwhile stay."""
 
     def __init__(self) -> None:
         self._starting = 0

@@ -26,7 +26,7 @@ _NO_DEFAULT = inspect.Parameter.empty
 class Parameters:
     """The parameters of a task's function: which of them are sent, and their types.
 
-    The one that is annotated as :class:`~mainspring.worker.context.Context` is not sent, nor are dependencies. Parameters that
+    The :class:`~mainspring.worker.context.Context` is not sent, nor are dependencies. Parameters that
     have a default need not be sent: then the worker's default holds.
 
     :raises ConfigError: the function takes ``*args`` or ``**kwargs``, or an annotation is missing or cannot be resolved.

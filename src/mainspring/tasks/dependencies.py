@@ -33,7 +33,7 @@ def names_of(fn: Callable[..., Any]) -> frozenset[str]:
 async def provided(fn: Callable[..., Any], arguments: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
     """Open the dependencies of one call; yield ``arguments`` with their values.
 
-    The error of one that cannot be opened is raised.
+    If a dependency cannot be opened, its error is raised.
     """
     async with resolved_dependencies(fn, dict(arguments)) as values:
         for value in values.values():

@@ -49,7 +49,7 @@ class TaskHandlers(Handlers):
 
 
 class Pools:
-    """The pools that the plain functions of a :class:`Tasks` run in: one of each kind, and those that tasks were given."""
+    """The pools that the plain functions of a :class:`Tasks` run in: one of each kind, and the pools of ``offload=``."""
 
     def __init__(self, tasks: Tasks, offload: OffloadPool | str | None, workers: int) -> None:
         self._tasks = tasks

@@ -103,7 +103,7 @@ class Task(Generic[P, R]):
         self._result_codec: Codec | None = None
 
     def __call__(self, *args: P.args, **keywords: P.kwargs) -> Any:
-        """Call the function itself. It is given no context but the one that is passed."""
+        """Call the function itself. Its context, too, is an argument of the caller."""
         return self.fn(*args, **keywords)
 
     def __repr__(self) -> str:

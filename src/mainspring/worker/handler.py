@@ -154,7 +154,7 @@ class Handler(NamedTuple):
 
 
 def check_offload(owner: str, offload: object, *, is_async: bool) -> None:
-    """Raise :class:`ConfigError` for what is no place to run the function of ``owner`` in."""
+    """Raise :class:`ConfigError` unless the function of ``owner`` can run there."""
     if offload is None:
         return
     if is_async:

@@ -45,7 +45,7 @@ class Middleware:
 
 
 def checked(middleware: Iterable[Middleware], owner: str) -> tuple[Middleware, ...]:
-    """Return the middleware of ``owner``. Raise :class:`ConfigError` for what is none."""
+    """Return the middleware of ``owner``. Raise :class:`ConfigError` if an object is no middleware."""
     if not isinstance(middleware, Iterable):
         raise ConfigError(f"{owner}: middleware must be a list of them, not {middleware!r}")
     given = tuple(middleware)

@@ -2,7 +2,7 @@
 
 A mailbox is up to six streams, of which three have a durable consumer (``names.py``). The queue is made when the mailbox is
 first opened, each of the others when a message first needs it: a server makes one after another, in some milliseconds each.
-One that is missing has nothing in it. Each message has a subject of its own, and a stream keeps one message a subject. So the
+A missing stream has nothing in it. Each message has a subject of its own, and a stream keeps one message a subject. So the
 server fences each step (``streams.py``): "add unless there is one", "replace if it is still number n", "remove number n". The
 states of a message:
 
