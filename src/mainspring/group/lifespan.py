@@ -17,6 +17,7 @@ class Lifespan:
 
     While it opens, a cancellation ends the opening. Once it is open, a cancellation of everything around does not reach it
     before it is told to stop: handlers that are cancelled can still use it as they clean up. Then it has ``grace`` seconds.
+    A cancellation that comes only while it closes ends the closing.
     """
 
     def __init__(self, make: Callable[[], AbstractAsyncContextManager[Any]], grace: float) -> None:

@@ -39,7 +39,7 @@ Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True)
 class TaskOptions:
-    """How a task is handled, and how its calls are sent where nothing else is said; see :meth:`Tasks.task`."""
+    """How the calls of a task are handled; see :meth:`Tasks.task`."""
 
     retry: RetryPolicy | None = None
     dead_letter: DeadLetterPolicy | None = None
