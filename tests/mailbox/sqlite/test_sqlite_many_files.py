@@ -97,6 +97,19 @@ async def test_files_that_rest_are_whole_once_they_are_closed(tmp_path, anyio_ba
             assert connection.execute("SELECT count(*) FROM messages").fetchall() == [(1,)]
 
 
+async def test_the_file_that_was_used_last_is_the_one_that_stays_open(tmp_path, anyio_backend, monkeypatch):
+    """Also if it was used again in the very turn in which it was to rest."""
+    monkeypatch.setattr("mainspring.mailbox.sqlite.threads.KEPT", 1)
+    first, second = (SQLiteMailbox(tmp_path / f"{number}.db") for number in range(2))
+    async with first, second:
+        for _ in range(50):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(first.send, "x")
+                tasks.start_soon(second.send, "y")
+            await second.send("z")
+            await until(lambda: open_files(tmp_path) == [second.path], seconds=10)
+
+
 async def test_a_receive_on_a_file_that_rests_hears_of_its_own_process_and_of_another(many, tmp_path):
     received = []
 

@@ -264,7 +264,7 @@ class SharedFile:
         if Inspect in kinds:
             self._mend_listening()
             self._inspect()
-        if Rest in kinds:
+        if Rest in kinds and work is None:  # else it was used again before its turn to rest
             self.file.rest(self._waited_on())
 
     def _has_nothing_for(self, commands: Sequence[Command], job: CommandBatch) -> bool:
