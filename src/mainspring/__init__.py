@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from mainspring.errors import HandlerTimeoutError as HandlerTimeoutError
     from mainspring.errors import InvalidParameterError as InvalidParameterError
     from mainspring.errors import InvalidTransitionError as InvalidTransitionError
+    from mainspring.errors import JobNotFoundError as JobNotFoundError
+    from mainspring.errors import JobRunningError as JobRunningError
     from mainspring.errors import JournalDamagedError as JournalDamagedError
     from mainspring.errors import JournalError as JournalError
     from mainspring.errors import JournalLockedError as JournalLockedError
@@ -65,6 +67,9 @@ if TYPE_CHECKING:
     from mainspring.mailbox.backend import Backend as Backend
     from mainspring.mailbox.backend import Capabilities as Capabilities
     from mainspring.mailbox.backend import MailboxStatistics as MailboxStatistics
+    from mainspring.mailbox.jobs import JobProgress as JobProgress
+    from mainspring.mailbox.jobs import JobState as JobState
+    from mainspring.mailbox.jobs import JobStatus as JobStatus
     from mainspring.mailbox.mailbox import Mailbox as Mailbox
     from mainspring.mailbox.memory.mailbox import InMemoryMailbox as InMemoryMailbox
     from mainspring.mailbox.message import CancelOutcome as CancelOutcome
@@ -126,7 +131,8 @@ _HOMES = {
     ),
     "errors": (
         "ConfigError", "ControlRefusedError", "HandlerStalledError", "HandlerTimeoutError", "InvalidParameterError",
-        "InvalidTransitionError", "LoopNotRunningError", "MailboxClosedError", "MailboxConnectionError",
+        "InvalidTransitionError", "JobNotFoundError", "JobRunningError", "LoopNotRunningError", "MailboxClosedError",
+        "MailboxConnectionError",
         "MailboxError", "MailboxFullError", "MainspringError", "MessageSettledError", "OffloadClosedError",
         "OffloadError", "OffloadFullError",
         "OffloadPickleError", "OffloadTimeoutError", "OffloadWorkerDiedError", "ReceiptHandleExpiredError", "Reject",
@@ -149,6 +155,7 @@ _HOMES = {
     "worker.main_loop": ("MainLoop",),
     "worker.tool_calls": ("ToolCall",),
     "mailbox.backend": ("Backend", "Capabilities", "MailboxStatistics"),
+    "mailbox.jobs": ("JobProgress", "JobState", "JobStatus"),
     "mailbox.mailbox": ("Mailbox",),
     "mailbox.memory.mailbox": ("InMemoryMailbox",),
     "mailbox.message": ("CancelOutcome", "DeadLetter", "Message"),

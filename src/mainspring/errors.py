@@ -119,6 +119,16 @@ class RequestCancelledError(MailboxError):
     """A request was cancelled, by its sender or another, before it was done: there will be no reply."""
 
 
+class JobNotFoundError(MailboxError):
+    """No job of that id is known: it never was in this mailbox, or it is done and its result was not kept (any more)."""
+
+
+class JobRunningError(MailboxError):
+    """A job cannot be rescheduled while a worker runs it."""
+
+    retryable = True
+
+
 class HandlerStalledError(MainspringError):
     """A handler gave no sign of life for ``watchdog_threshold`` seconds and was cancelled; ``where`` is its line."""
 

@@ -18,11 +18,22 @@ from mainspring.mailbox.limits import check_name
 from mainspring.mailbox.message import ACK
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractAsyncContextManager
 
     from mainspring.errors import MailboxConnectionError
-    from mainspring.mailbox.message import Cancelled, ClaimedMessage, Counts, Dead, Envelope, Message, Settlement
+    from mainspring.mailbox.message import (
+        Cancelled,
+        ClaimedMessage,
+        Counts,
+        Dead,
+        Envelope,
+        Message,
+        RescheduleOutcome,
+        Settlement,
+        UnfinishedMessage,
+    )
+    from mainspring.mailbox.records import Record, RecordWrite
     from mainspring.runtime.scope import DaemonScope
 
 V = TypeVar("V")
@@ -71,6 +82,12 @@ class Capabilities:
     lease_ends_seen: bool = True
     """True if every mailbox object sees the end of a lease at once, also in the counts. Else the next receive finds it, and
     before that the mailbox object that held the lease counts it."""
+    records: bool = False
+    """It keeps records: results, progress, schedules. A write can depend on the version, and messages join it in one step."""
+    lookup: bool = False
+    """An unfinished message can be found by its id."""
+    reschedule: bool = False
+    """The time of a delayed or pending message can be changed by its id."""
     queue_age: bool = False
     """``counts()`` tells how long the oldest pending message has waited (:attr:`Counts.queue_age`)."""
     lease_granularity: float = 0.0
@@ -134,7 +151,7 @@ class Topic(Generic[V]):
 class Notifications:
     """What a mailbox and its backend tell the holders of messages, on the mailbox's event loop."""
 
-    __slots__ = ("cancelled", "dead", "silence")
+    __slots__ = ("cancelled", "dead", "results", "silence")
 
     def __init__(self) -> None:
         self.cancelled: Topic[list[str]] = Topic()
@@ -143,6 +160,9 @@ class Notifications:
         """Why the server is found not to answer. A loop whose slots are all busy learns it only here."""
         self.dead: Topic[str] = Topic()
         """The id of a message that this mailbox object has dead-lettered."""
+        self.results: Topic[list[str]] = Topic()
+        """The ids of messages that were acknowledged with a result, by any process. A backend publishes them as soon as it
+        can tell; one can be missed."""
 
 
 class Backend(ABC):
@@ -202,7 +222,10 @@ class Backend(ABC):
         return True
 
     async def drop(self) -> None:
-        """Delete this (transient) mailbox and everything in it. It is called just before :meth:`close`."""
+        """Delete this (transient) mailbox and everything in it. It is called just before :meth:`close`.
+
+        Such a mailbox has no records.
+        """
         await self.purge()
         await self.purge_dead_letters(None)
 
@@ -299,6 +322,53 @@ class Backend(ABC):
         :raises ConfigError: the backend cannot (:attr:`Capabilities.cancel`).
         """
         raise ConfigError(f"mailbox {self.name!r} cannot cancel messages (Capabilities.cancel)")
+
+    async def find(self, message_ids: list[str]) -> list[UnfinishedMessage]:
+        """Return those of ``message_ids`` that are delayed, pending or in flight, in any order.
+
+        :raises ConfigError: the backend cannot (:attr:`Capabilities.lookup`).
+        """
+        raise ConfigError(f"mailbox {self.name!r} cannot find a message by its id (Capabilities.lookup)")
+
+    async def reschedule(self, message_id: str, delay: float) -> RescheduleOutcome:
+        """Let a delayed or pending message become pending ``delay`` seconds from now, in one step.
+
+        With 0, a delayed one is pending at once, at the tail, and a pending one keeps its place. ``expires_in`` goes on from
+        the send. A message in flight is left as it is.
+
+        :raises ConfigError: the backend cannot (:attr:`Capabilities.reschedule`).
+        """
+        raise ConfigError(f"mailbox {self.name!r} cannot reschedule messages (Capabilities.reschedule)")
+
+    # -------------------------------------------------------------------------------------------------------- records
+
+    async def write_record(self, write: RecordWrite, envelopes: Sequence[Envelope] = ()) -> int | None:
+        """Change a record and send ``envelopes``, as :meth:`send` does, in one step.
+
+        Return the record's new version (0 for a deletion), or None if another version is there than ``write.if_version``:
+        then nothing was changed or sent. A record counts as gone from the instant of its end, whether or not a sweep has
+        found it. Purging the messages leaves the records. Cancelled after it was given to the store, it may have taken place.
+
+        :raises ConfigError: the backend keeps none (:attr:`Capabilities.records`).
+        :raises MailboxFullError: there is no room for the messages; nothing was changed.
+        """
+        raise ConfigError(f"mailbox {self.name!r} keeps no records (Capabilities.records)")
+
+    async def find_records(self, kind: str, keys: list[str]) -> list[Record]:
+        """Return the records of a kind under ``keys``, in any order; keys without a record are left out.
+
+        :raises ConfigError: the backend keeps none (:attr:`Capabilities.records`).
+        """
+        raise ConfigError(f"mailbox {self.name!r} keeps no records (Capabilities.records)")
+
+    async def list_records(self, kind: str, limit: int, after: str | None) -> list[Record]:
+        """Return up to ``limit`` records of a kind in the order of their keys (by code point), those behind ``after``.
+
+        :raises ConfigError: the backend keeps none (:attr:`Capabilities.records`).
+        """
+        raise ConfigError(f"mailbox {self.name!r} keeps no records (Capabilities.records)")
+
+    # --------------------------------------------------------------------------------------------------- transactions
 
     def transaction(self, message: Message[Any, Any]) -> AbstractAsyncContextManager[Any]:
         """See :meth:`Mailbox.transaction`. A cancelled block is rolled back, and its message stays leased.

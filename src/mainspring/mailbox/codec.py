@@ -162,6 +162,10 @@ class Codec:
         except Exception as error:
             raise self._broken(self._of(body), error) from error
 
+    def task_of(self, raw: bytes | Unserialized) -> str | None:
+        """Return the name of the task that a stored body calls, or None if it is no call of a task, as none is here."""
+        return None
+
     def encode(self, body: Any) -> bytes:
         """Return JSON bytes of ``body``.
 

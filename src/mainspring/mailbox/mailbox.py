@@ -57,6 +57,7 @@ from mainspring.mailbox.message import (
     Settlement,
     acknowledge_together,
 )
+from mainspring.mailbox.records import RESULT_TTL
 from mainspring.mailbox.requests import REPLY_ERRORS, WITHDRAWAL_TIMEOUT, PendingReply, cancelled_error
 from mainspring.mailbox.sync import SyncMailbox
 from mainspring.runtime.deadline import inherited, with_deadline
@@ -581,6 +582,10 @@ class Mailbox(Generic[T, R]):
             )
         if outcome is CancelOutcome.UNKNOWN:
             return outcome
+        if RESULT_TTL in headers:
+            from mainspring.mailbox import jobs
+
+            await jobs.keep_cancelled(self.backend, message_id, headers)
         waited_for = any(router.end_request(message_id, cancelled_error(message_id)) for router in self.reply_routers)
         if not waited_for and reply_to is not None and REPLY_ERRORS in headers:
             with anyio.move_on_after(WITHDRAWAL_TIMEOUT, shield=True):

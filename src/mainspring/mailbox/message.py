@@ -84,10 +84,22 @@ Delivery = ClaimedMessage
 
 
 @dataclass(frozen=True, slots=True)
+class Result:
+    """What is kept of a message that is done: the record of kind ``result`` under its id, for ``expires_in`` seconds."""
+
+    value: bytes
+    expires_in: float
+
+
+@dataclass(frozen=True, slots=True)
 class Ack:
-    """Done. ``reply``, where there is one, leaves in the same step, to the mailbox named by ``reply.reply_to``."""
+    """Done. ``reply``, where there is one, leaves in the same step, to the mailbox named by ``reply.reply_to``.
+
+    ``result``, where there is one, is written in the same step.
+    """
 
     reply: Envelope | None = None
+    result: Result | None = None
 
 
 ACK = Ack()
@@ -162,6 +174,39 @@ class Cancelled(NamedTuple):
 
 
 UNKNOWN = Cancelled(CancelOutcome.UNKNOWN)
+
+
+class MessagePlace(StrEnum):
+    """Where an unfinished message is; the names are those of :class:`Counts`."""
+
+    DELAYED = "delayed"
+    PENDING = "pending"
+    IN_FLIGHT = "in_flight"
+
+
+@dataclass(frozen=True, slots=True)
+class UnfinishedMessage:
+    """A message that is delayed, pending or in flight, as the store has it.
+
+    In ``message`` the counts include a delivery under way; ``attempt`` counts the charged attempts that were begun.
+    ``receipt_handle`` is empty, and ``first_received_at`` is 0 before the first delivery.
+    """
+
+    message: ClaimedMessage
+    place: MessagePlace
+    due_at: float | None = None
+    """When a delayed message becomes pending (POSIX seconds)."""
+    priority: int = 0
+
+
+class RescheduleOutcome(StrEnum):
+    """What :meth:`Backend.reschedule` found."""
+
+    RESCHEDULED = "rescheduled"
+    IN_FLIGHT = "in_flight"
+    """A worker holds the message; nothing was changed."""
+    UNKNOWN = "unknown"
+    """No message of that id is delayed, pending or in flight."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -231,6 +231,18 @@ class CallCodec(Codec):
         task = self._task(name)
         return TaskCall(task, task.parameters.codec.decode(arguments))
 
+    def task_of(self, raw: bytes | Unserialized) -> str | None:
+        """Return the name of the task that is called, or None if ``raw`` is no call."""
+        if isinstance(raw, Unserialized):
+            return raw.body.task.name if isinstance(raw.body, TaskCall) else None
+        before, found, _ = raw.partition(ARGS)
+        if found and before.startswith(HEAD):
+            return before[len(HEAD) :].decode(errors="replace")
+        try:
+            return _parts(raw)[0]
+        except SerializationError:
+            return None
+
     def _own(self, body: Any) -> TaskCall:
         """Return a call that was not serialized, as one of the task that is registered here under its name."""
         if not isinstance(body, TaskCall):

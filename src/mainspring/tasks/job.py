@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Generic, TypeVar
+import math
+from typing import TYPE_CHECKING, Generic, TypeVar, cast
+
+from mainspring.mailbox.limits import check_seconds, delay_of
+from mainspring.validation import MAX_DELAY
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from datetime import datetime
+
+    from mainspring.mailbox.jobs import JobProgress, JobStatus
     from mainspring.mailbox.message import CancelOutcome
     from mainspring.tasks.tasks import Tasks
+    from mainspring.validation import Seconds
 
 R = TypeVar("R")
 
 
 class Job(Generic[R]):
-    """A call of a task that was sent, or that :meth:`Tasks.job` knows by its id. Two of the same id are equal."""
+    """A call of a task that was sent, or that :meth:`Tasks.job` knows by its id. Two of the same id are equal.
+
+    Its methods ask the store, from any process. Of a call that is done, the store knows the end only where the call was sent
+    with ``result_ttl=``, and for that long. Each raises :class:`JobNotFoundError` for a job that is not known (any more).
+    """
 
     __slots__ = ("_tasks", "id", "new")
 
@@ -35,6 +48,66 @@ class Job(Generic[R]):
     def __hash__(self) -> int:
         return hash(self.id)
 
+    async def status(self) -> JobStatus:
+        """Return where it is, how far it is, and how it ended."""
+        from mainspring.mailbox import jobs
+
+        return await jobs.status_of(self._tasks.mailbox, self.id)
+
+    async def result(self, *, timeout: float | None = None) -> R:
+        """Wait until it is done, and return what the function returned. The call must be sent with ``result_ttl=``.
+
+        The end of a call in another process is announced where the store can do so; what is not announced is seen within a
+        second. Cancelled, it leaves the job as it is.
+
+        :param timeout: seconds to wait; None: as long as the job takes.
+        :raises RequestTimeoutError: it is not finished yet.
+        :raises RequestFailedError: it was dead-lettered, has expired, or its function raised :class:`ReplyError`.
+        :raises RequestCancelledError: it was cancelled.
+        :raises SerializationError: what is kept does not fit what the function says that it returns.
+        """
+        from mainspring.mailbox import jobs
+
+        if timeout is not None:
+            check_seconds("result: timeout", timeout, math.inf)
+        status, raw = await jobs.outcome_of(self._tasks.mailbox, self.id, timeout)
+        return cast("R", self._tasks.read_result(status.task, raw))
+
+    async def progress(self) -> AsyncIterator[JobProgress]:
+        """Yield what the function says by ``ctx.progress``, each time that it has changed, until the job is finished.
+
+        The store is looked at about once a second.
+        """
+        from mainspring.mailbox import jobs
+
+        async for progress in jobs.progress_of(self._tasks.mailbox, self.id):
+            yield progress
+
     async def cancel(self) -> CancelOutcome:
         """End it before it is done, as :meth:`Mailbox.cancel` does: what waits is removed, a running function is cancelled."""
         return await self._tasks.mailbox.cancel(self.id)
+
+    async def reschedule(self, when: datetime | Seconds) -> None:
+        """Let it begin at ``when``, a datetime with a time zone, or so many seconds (or a timedelta) from now.
+
+        It must wait: for its time, for its turn, or for its next attempt.
+
+        :raises JobRunningError: a worker runs it now.
+        :raises InvalidParameterError: the time is more than 366 days away, or has no time zone.
+        :raises ConfigError: the mailbox cannot (``Capabilities.reschedule``).
+        """
+        from datetime import datetime
+
+        from mainspring.mailbox import jobs
+
+        delay = delay_of(0, when) if isinstance(when, datetime) else delay_of(when, None)
+        check_seconds("reschedule: when", delay, MAX_DELAY)
+        await jobs.reschedule(self._tasks.mailbox, self.id, delay)
+
+    async def run_now(self) -> None:
+        """Let it begin as soon as it is its turn: instead of at its time, or, a dead one, once more with fresh attempts.
+
+        :raises JobRunningError: a worker runs it now.
+        :raises ConfigError: the mailbox cannot (``Capabilities.reschedule``).
+        """
+        await self.reschedule(0)

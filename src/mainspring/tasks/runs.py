@@ -150,7 +150,13 @@ class TaskRuns:
             in_thread=not task.is_async,
         )
         call = _coroutine_of(task) if task.is_async else _offloaded(task, self._pools[task])
-        self._by_task[task] = runs = self._make(call, settings, _replier(task), inner=wrappers_of(how.middleware))
+        self._by_task[task] = runs = self._make(
+            call,
+            settings,
+            _replier(task),
+            inner=wrappers_of(how.middleware),
+            encode_result=task.encode_result,
+        )
         runs.cancelled = self.cancelled
         return runs
 

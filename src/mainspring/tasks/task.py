@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeAlias, TypeVar, c
 from mainspring.core.introspection import is_async
 from mainspring.errors import ConfigError, InvalidParameterError, TaskExitError
 from mainspring.mailbox.codec import Codec
+from mainspring.mailbox.limits import check_seconds
 from mainspring.mailbox.message import Envelope
+from mainspring.mailbox.records import RESULT_TTL
 from mainspring.mailbox.sync import ThreadConnection
 from mainspring.runtime.deadline import inherited
 from mainspring.tasks.calls import OutgoingCall, Parameters, TaskCall, head
 from mainspring.tasks.job import Job
+from mainspring.validation import MAX_DELAY, as_seconds
 from mainspring.worker.middleware import overriding
 
 if TYPE_CHECKING:
@@ -60,11 +63,19 @@ class SendOptions:
     deadline: Deadline | Inherited | None = "inherit"
     dedup_key: str | None = None
     unique: bool = False
+    result_ttl: Seconds = 0
     connection: Any = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.unique, bool):
             raise InvalidParameterError(f"unique must be True or False, not {self.unique!r}")
+        check_seconds("result_ttl", as_seconds(self.result_ttl), MAX_DELAY)
+
+    @property
+    def own_headers(self) -> dict[str, str]:
+        """The headers of its messages, with that which asks for the result to be kept."""
+        asked = {RESULT_TTL: f"{as_seconds(self.result_ttl):g}"} if self.result_ttl else {}
+        return {**(self.headers or {}), **asked}
 
 
 USUAL = SendOptions()
@@ -94,7 +105,12 @@ class Task(Generic[P, R]):
         self.fn = fn
         self.parameters = parameters
         self.handling = options
+        if sending.result_ttl and not tasks.mailbox.capabilities.records:
+            raise ConfigError(
+                f"task {name}: result_ttl needs a mailbox that keeps records (Capabilities.records), not {tasks.mailbox!r}"
+            )
         self.sending = USUAL if sending == USUAL else sending
+        self._headers = sending.own_headers
         self.head = head(name)
         """How the JSON of each of its calls begins."""
         self.is_async = is_async(fn)
@@ -130,6 +146,7 @@ class Task(Generic[P, R]):
         deadline: Deadline | Inherited | None = "inherit",
         dedup_key: str | None = None,
         unique: bool | None = None,
+        result_ttl: Seconds | None = None,
         connection: Any = None,
     ) -> Task[P, R]:
         """Return the same task with other options for sending: ``await email.options(delay=60).send(…)``.
@@ -142,11 +159,13 @@ class Task(Generic[P, R]):
         :param deadline: the instant by which it must be done; by default that of the code that sends it.
         :param dedup_key: while a call with this key is unfinished, another one is not sent: ``job.new`` is False then.
         :param unique: True: as ``dedup_key``, with a key made of the task and its arguments.
+        :param result_ttl: seconds, or a timedelta (0 to 366 days), for which the end of the call is kept, for
+            :meth:`Job.result` and :meth:`Job.status`; 0: it is not.
         :param connection: of a mailbox with ``Capabilities.transactions``: the connection whose transaction the call joins.
         """
         given: dict[str, Any] = {
             "delay": delay, "at": at, "priority": priority, "headers": headers, "expires_in": expires_in,
-            "dedup_key": dedup_key, "unique": unique, "connection": connection,
+            "dedup_key": dedup_key, "unique": unique, "result_ttl": result_ttl, "connection": connection,
         }  # fmt: skip
         changed = {name: value for name, value in given.items() if value is not None}
         if deadline != "inherit":
@@ -159,7 +178,7 @@ class Task(Generic[P, R]):
         """Send one call. Return its job once the message is as durable as the mailbox makes it."""
         if self.senders:
             return (await self.send_calls([(args, keywords)]))[0]
-        envelope = self._prepare(self.parameters.bind(args, keywords), self.sending.headers)
+        envelope = self._prepare(self.parameters.bind(args, keywords), self._headers)
         stored = await self.tasks.mailbox.send_prepared([envelope], connection=self.sending.connection)
         return Job(self.tasks, stored[0], new=envelope.is_stored_as(stored[0]))
 
@@ -180,7 +199,7 @@ class Task(Generic[P, R]):
         :raises ReplyNotAvailableError: the mailbox is not open with ``async with``, nor under a running loop.
         :raises ConfigError: the options have a ``dedup_key`` or ``unique``: a result goes to one requester; or ``connection``.
         """
-        call = OutgoingCall(self, self.parameters.bind(args, keywords), self.sending.headers)
+        call = OutgoingCall(self, self.parameters.bind(args, keywords), self._headers)
         async with self._entered([call]):
             body, options = TaskCall(self, call.arguments), self._asked()
             return self._result(
@@ -197,6 +216,13 @@ class Task(Generic[P, R]):
     def encode(self, arguments: dict[str, Any]) -> bytes:
         """Return the JSON bytes of a call."""
         return self.head + self.parameters.encode(arguments) + b"}"
+
+    def encode_result(self, result: Any) -> bytes:
+        """Return the JSON bytes of what the function has returned.
+
+        :raises SerializationError: it is not what the function says that it returns.
+        """
+        return self.result_codec.encode(result)
 
     def _prepare(self, arguments: dict[str, Any], headers: Mapping[str, str] | None) -> Envelope:
         """Return the message of a call, checked and encoded."""
@@ -221,7 +247,7 @@ class Task(Generic[P, R]):
 
     async def store(self, calls: Sequence[Arguments], connection: Any) -> tuple[list[Envelope], list[str]]:
         """Put calls with these arguments into the mailbox, inside of the middleware. Return their messages and ids."""
-        outgoing = [OutgoingCall(self, self.parameters.bind(*each), self.sending.headers) for each in calls]
+        outgoing = [OutgoingCall(self, self.parameters.bind(*each), self._headers) for each in calls]
         async with self._entered(outgoing):
             envelopes = [self._prepare(call.arguments, call.headers) for call in outgoing]
             return envelopes, await self.tasks.mailbox.send_prepared(envelopes, connection=connection)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Protocol, Self, TypeV
 
 from mainspring.core.introspection import check_runs, instead_of, name_of
 from mainspring.errors import ConfigError
+from mainspring.mailbox.codec import Codec
 from mainspring.mailbox.limits import check_send
 from mainspring.mailbox.mailbox import Mailbox
 from mainspring.mailbox.open import open_mailbox
@@ -117,6 +118,7 @@ class Tasks:
         timeout: float | None = None,
         priority: int = 0,
         unique: bool = False,
+        result_ttl: Seconds = 0,
         expires_in: Seconds | None = None,
         offload: Literal["thread", "process"] | OffloadPool | None = None,
         middleware: Sequence[Middleware] = (),
@@ -133,6 +135,7 @@ class Tasks:
         timeout: float | None = None,
         priority: int = 0,
         unique: bool = False,
+        result_ttl: Seconds = 0,
         expires_in: Seconds | None = None,
         offload: Literal["thread", "process"] | OffloadPool | None = None,
         middleware: Sequence[Middleware] = (),
@@ -149,6 +152,8 @@ class Tasks:
         :param timeout: seconds after which the function is cancelled, as a failed attempt.
         :param priority: of its calls: higher is begun sooner.
         :param unique: True: while a call with the same arguments is unfinished, another one is not sent.
+        :param result_ttl: seconds, or a timedelta (0 to 366 days), for which the end of a call is kept: what it returned, or
+            that it was cancelled. 0: it is not kept.
         :param expires_in: seconds, or a timedelta, after which a call that has not begun goes to the dead letters.
         :param offload: where a plain function runs: ``"thread"``, ``"process"``, or an :class:`OffloadPool`.
         :param middleware: what runs around each send and each run of this task, inside of that of the ``Tasks``.
@@ -157,7 +162,7 @@ class Tasks:
         caller = sys._getframe(1)  # noqa: SLF001 - annotations may name classes local to the calling function
         names = {**caller.f_globals, **caller.f_locals}
         handling = TaskOptions(retry, dead_letter, timeout, offload, checked(middleware, "task"))
-        sending = SendOptions(priority=priority, unique=unique, expires_in=expires_in)
+        sending = SendOptions(priority=priority, unique=unique, result_ttl=result_ttl, expires_in=expires_in)
         if fn is not None:
             return self._register(fn, name, handling, sending, names)
         return lambda function: self._register(function, name, handling, sending, names)
@@ -229,6 +234,16 @@ class Tasks:
     def job(self, job_id: str) -> Job[Any]:
         """Return the job of that id, as :attr:`Job.id` gave it, perhaps in another process. The store is not asked for it."""
         return Job(self, job_id)
+
+    def read_result(self, task_name: str | None, raw: bytes | None) -> Any:
+        """Return the result that a store has kept: of the type of its task, or as JSON data if that is not registered here.
+
+        :raises SerializationError: it does not fit what the function says that it returns.
+        """
+        if raw is None:
+            return None
+        task = self.registered.get(task_name or "")
+        return Codec().decode(raw) if task is None else task.result_codec.decode(raw)
 
     # ---------------------------------------------------------------------------------------------------- life cycle
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Generic, NoReturn
 
 import anyio
 from typing_extensions import TypeVar
 
-from mainspring.errors import ConfigError, InvalidParameterError
+from mainspring.errors import ConfigError, InvalidParameterError, MailboxError
 from mainspring.worker.tool_calls import Notes, ToolCall, ToolCallBlock, to_json
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 Resources = TypeVar("Resources", default=object)
 
+PROGRESS_EVERY = 1.0
+"""Seconds of work before progress is first written to the store, between two writes, and that a write may take."""
 NO_RESOURCES = object()
 """In the place of resources where a group has opened none."""
 
@@ -32,12 +34,13 @@ class Context(Generic[Resources]):
     by ``anyio.from_thread.run(ctx.checkpoint, state)``.
     """
 
-    __slots__ = ("_delivery", "_notes", "_resources")
+    __slots__ = ("_delivery", "_notes", "_progress_due", "_resources")
 
     def __init__(self, delivery: Delivery, resources: Any = NO_RESOURCES) -> None:
         self._delivery = delivery
         self._resources = resources
         self._notes: Notes | None = None
+        self._progress_due = 0.0
 
     @property
     def message(self) -> Message[Any, Any]:
@@ -172,9 +175,30 @@ class Context(Generic[Resources]):
 
     async def progress(self, done: float, total: float | None = None) -> None:
         """Say how far the work is: the group's status (``/status``) shows it. Also a beat, and a point where cancellation
-        can come."""
+        can come.
+
+        Where the store keeps records, it is written there about once a second, from the first second of work on, so that
+        ``job.status()`` shows it in any process. A write that fails is left out.
+        """
         self._delivery.progress(done, total)
         await anyio.lowlevel.checkpoint()
+        now = anyio.current_time()
+        if now < self._progress_due:
+            return
+        if not self._progress_due:  # of a handler that ends at once nothing is written
+            self._progress_due = self._delivery.started + PROGRESS_EVERY
+            if now < self._progress_due:
+                return
+        self._progress_due = now + PROGRESS_EVERY
+        await self._keep_progress(done, total)
+
+    async def _keep_progress(self, done: float, total: float | None) -> None:
+        from mainspring.mailbox import jobs
+
+        backend = self._delivery.message.mailbox.backend
+        if backend.capabilities.records:
+            with suppress(MailboxError, OSError), anyio.move_on_after(PROGRESS_EVERY):
+                await jobs.keep_progress(backend, self.request_id, done, total)
 
 
 class _TransactionBlock(AbstractAsyncContextManager[Any]):

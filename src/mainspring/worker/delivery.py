@@ -27,6 +27,7 @@ from mainspring.errors import (
 from mainspring.events import MessageStarted
 from mainspring.mailbox import replies
 from mainspring.mailbox.message import Ack, Dead, Nack, history_until, history_with
+from mainspring.mailbox.records import RESULT_TTL
 from mainspring.policies import DeadLetterPolicy
 from mainspring.runtime.cancellation import is_spurious_cancellation
 from mainspring.runtime.deadline import deadline_of, enter
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
 
     from mainspring.core.dispatcher import Dispatcher
     from mainspring.core.lazy_event import LazyEvent
-    from mainspring.mailbox.message import Envelope, Message
+    from mainspring.mailbox.message import ClaimedMessage, Envelope, Message, Result
     from mainspring.runtime.deadline import Deadline
     from mainspring.runtime.heartbeat import Heartbeat
     from mainspring.worker.settings import WorkerSettings
@@ -265,7 +266,7 @@ class HandlerRuns:
     """The runs of one function, as :class:`Runs`.
 
     ``call`` is what :meth:`Handler.caller` returns, and ``reply_to`` makes the reply of what it returns. ``inner`` are wrappers
-    inside of those of the loop.
+    inside of those of the loop. ``encode_result`` gives the JSON of what it returns, for messages whose result is to be kept.
     """
 
     def __init__(
@@ -281,8 +282,10 @@ class HandlerRuns:
         reply_to: Callable[[Message[Any, Any], Any], Envelope],
         *,
         inner: Sequence[Wrapper] = (),
+        encode_result: Callable[[Any], bytes] | None = None,
     ) -> None:
         self.wrappers = wrappers = (*inner, *wrappers)
+        self._encode_result = encode_result
         self.cancelled = False
         self._context = context
         self._name = name
@@ -333,7 +336,8 @@ class HandlerRuns:
                 steps = resumed(coroutine, context, yielded, partial(self._is_cancelled, scope))
                 del yielded  # see `resumed`
                 result = await steps
-            usual = result is None and delivery.message.delivery.reply_to is None and not delivery.lost
+            claimed = delivery.message.delivery
+            usual = result is None and claimed.reply_to is None and not claimed.headers and not delivery.lost
             return DONE if usual else self._succeeded(delivery, result)
         except anyio.get_cancelled_exc_class() as error:
             decision = await self._cancelled(delivery, scope, error)
@@ -438,9 +442,20 @@ class HandlerRuns:
         if result is not None:
             ran(result, self._called, TaskExitError)
         message = delivery.message
-        if message.delivery.reply_to is None or (message.is_settled and not is_unanswered(message.settlement)):
+        claimed = message.delivery
+        is_kept = RESULT_TTL in claimed.headers
+        if not (is_kept or claimed.reply_to) or (message.is_settled and not is_unanswered(message.settlement)):
             return DONE
-        return Decision(Outcome.ACKNOWLEDGED, Ack(self._reply_to(message, result)))
+        reply = None if claimed.reply_to is None else self._reply_to(message, result)
+        kept = self._kept(claimed, result) if is_kept else None
+        return Decision(Outcome.ACKNOWLEDGED, Ack(reply, kept))
+
+    def _kept(self, claimed: ClaimedMessage, result: Any) -> Result | None:
+        if self._encode_result is None:
+            return None
+        from mainspring.mailbox import jobs
+
+        return jobs.result_of(claimed, self._settings.handler, self._encode_result(result))
 
     def _failed(self, delivery: Delivery, scope: anyio.CancelScope, error: BaseException) -> Decision:
         """Decide what an error of the handler means. If the engine cancelled the handler, the reason for that counts."""
@@ -484,8 +499,15 @@ class HandlerRuns:
         )
         settlement = decision.settlement
         if isinstance(settlement, Ack):  # a ReplyError
-            reply = None if message.reply_to is None else replies.failure_reply(message, decision.error or error)
-            return decision._replace(settlement=Ack(reply))
+            said = decision.error or error
+            reply = None if message.reply_to is None else replies.failure_reply(message, said)
+            if RESULT_TTL not in message.headers or self._encode_result is None:
+                return decision._replace(settlement=Ack(reply))
+            from mainspring.mailbox import jobs
+
+            return decision._replace(
+                settlement=Ack(reply, jobs.failure_of(message.delivery, self._settings.handler, said))
+            )
         if isinstance(settlement, Nack) and settlement.charge:
             history = history_with(message.mailbox, message.delivery, *text_and_type(lone_error(error)))
             return _with_history(decision, history)

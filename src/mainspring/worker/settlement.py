@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from mainspring.core.dispatcher import Dispatcher, Tally
     from mainspring.mailbox.mailbox import Mailbox
-    from mainspring.mailbox.message import Envelope, Message, Settlement
+    from mainspring.mailbox.message import Envelope, Message, Result, Settlement
     from mainspring.runtime.heartbeat import Heartbeat
     from mainspring.worker.delivery import Delivery, Runs
     from mainspring.worker.slots import Slots
@@ -201,6 +201,8 @@ class Settler:
             reply = own.reply if isinstance(own, Ack) else replies.failure_reply(delivery.message, error or NO_RESULT)
             if reply is not None:
                 await self._send(delivery, reply)
+            if isinstance(own, Ack) and own.result is not None:
+                await self._keep(delivery, own.result)
         return as_settled(settlement)
 
     async def _send(self, delivery: Delivery, reply: Envelope) -> None:
@@ -210,6 +212,17 @@ class Settler:
                 await replies.send_late(self._mailbox, reply)
         except (MainspringError, OSError) as error:
             text = "%s: what the handler returned for message %s, which it had settled by itself, was not sent: %s"
+            _log.warning(text, self._name, delivery.message_id, describe(error))
+
+    async def _keep(self, delivery: Delivery, result: Result) -> None:
+        """Keep a result whose message is done: once, as for a reply."""
+        from mainspring.mailbox import jobs
+
+        try:
+            with anyio.fail_after(LATE_REPLY_TIMEOUT):
+                await jobs.keep_late(self._mailbox.backend, delivery.message_id, result)
+        except (MainspringError, OSError) as error:
+            text = "%s: what the handler returned for message %s, which it had settled by itself, was not kept: %s"
             _log.warning(text, self._name, delivery.message_id, describe(error))
 
     async def _pause(self, delivery: Delivery, decision: Decision, error: Exception, wait: float) -> None:

@@ -22,7 +22,7 @@ from mainspring.errors import (
 from mainspring.mailbox.message import Counts, Envelope
 from mainspring.mailbox.nats.mailbox import NatsMailbox
 from mainspring.mailbox.nats.names import Names
-from mainspring.mailbox.nats.records import Record
+from mainspring.mailbox.nats.records import StoredMessage
 from nats_support import ACK, REMOVE, cut_off, one, reconnected, several, until_it_works
 from ports import free_port
 from servers import NatsServer
@@ -187,7 +187,7 @@ async def test_an_impossible_reply_name_is_refused(here, reply_to):
         reply_to = reply_to.format(host=box.address.partition("//")[2].partition("?")[0])
         with pytest.raises(InvalidParameterError, match="send: reply_to: mailbox 'aaa"):
             await box.send("ask", reply_to=reply_to)
-        by_hand = Record("by-hand", b'"ask"', 1.0, reply_to=reply_to)
+        by_hand = StoredMessage("by-hand", b'"ask"', 1.0, reply_to=reply_to)
         await here.server.ask(here.names().to_queue + by_hand.token, by_hand.encode())
         message = await one(box)
         with pytest.raises(ReplyNotAvailableError, match="longer than 180 letters"):
@@ -226,7 +226,7 @@ async def test_a_delay_that_a_crash_left_in_both_places_is_one_message(here):
         sent = await box.send("x")
         held = await one(box, lease=0.3)
         due = clock.utc_now().timestamp()
-        record = Record(sent, b'"x"', 1.0, deliveries=1, charged=1, first_received_at=1.0, due=due)
+        record = StoredMessage(sent, b'"x"', 1.0, deliveries=1, charged=1, first_received_at=1.0, due=due)
         await here.server.ask(here.names().to_delayed + record.token, record.encode())
         await here.server.ask(here.names().to_moves)
         again = await one(box, wait=5.0)
@@ -244,7 +244,7 @@ async def test_a_delayed_message_replaces_the_older_one_that_nobody_removed(here
     async with here.box() as box:
         sent = await box.send("x")
         await one(box, lease=600)
-        record = Record(sent, b'"x"', 1.0, deliveries=1, charged=1, first_received_at=1.0, due=1.0)
+        record = StoredMessage(sent, b'"x"', 1.0, deliveries=1, charged=1, first_received_at=1.0, due=1.0)
         await here.server.ask(here.names().to_delayed + record.token, record.encode())
         await here.server.ask(here.names().to_moves)
         again = await one(box, wait=10.0)
@@ -299,7 +299,7 @@ async def test_a_death_that_a_crash_left_in_both_places_is_one_dead_letter(here)
     async with here.box() as box:
         sent = await box.send("x")
         await one(box, lease=0.2)
-        record = Record(sent, b'"x"', 1.0)
+        record = StoredMessage(sent, b'"x"', 1.0)
         await here.server.ask(f"{here.names().to_dead}{record.token}", record.encode())
         await (await one(box, wait=5.0)).dead_letter("again")
         assert [letter.error for letter in await box.dead_letters()] == ["again"]
@@ -321,7 +321,7 @@ async def test_a_due_message_whose_key_another_has_by_now_is_not_lost(here):
     await here.make_all()
     async with here.box() as box:
         await box.send("now", dedup_key="k")
-        late = Record.of(Envelope("late", b'"late"', delay=0.01, dedup_key="k"), 1.0)
+        late = StoredMessage.of(Envelope("late", b'"late"', delay=0.01, dedup_key="k"), 1.0)
         await here.server.ask(here.names().to_delayed + late.token, late.encode())
         with anyio.fail_after(20):
             while (await box.counts()).pending != 2:

@@ -10,7 +10,7 @@ import pytest
 
 from mainspring import MailboxConnectionError
 from mainspring.mailbox.message import Counts, Envelope
-from mainspring.mailbox.nats.records import Record
+from mainspring.mailbox.nats.records import StoredMessage
 from nats_support import GET, REMOVE, one
 
 pytestmark = [
@@ -118,6 +118,6 @@ async def test_a_sender_who_finds_one_that_is_about_to_give_way_is_told_the_id_o
     await here.make_all()
     async with here.box() as box:
         stays = await box.send("x", dedup_key="k")
-        goes = Record.of(Envelope("goes", b'"x"', 60, dedup_key="k"), time.time())
+        goes = StoredMessage.of(Envelope("goes", b'"x"', 60, dedup_key="k"), time.time())
         await here.server.ask(here.names().to_delayed + goes.token, goes.encode())
         assert await box.send("x", dedup_key="k", delay=delay) == stays

@@ -7,7 +7,7 @@ import pytest
 
 from mainspring.errors import MailboxFullError, ReceiptHandleExpiredError
 from mainspring.mailbox.message import Counts, Envelope
-from mainspring.mailbox.nats.records import Record
+from mainspring.mailbox.nats.records import StoredMessage
 from nats_support import GET, REMOVE, one, several
 
 pytestmark = [
@@ -98,7 +98,7 @@ async def test_what_is_cancelled_while_its_dedup_key_is_anothers_does_not_come(h
     line, names = await here.line(), here.names()
     async with here.box(over=line) as box:
         await box.send("now", dedup_key="k")
-        late = Record.of(Envelope("late", b'"late"', delay=0.01, dedup_key="k"), 1.0)
+        late = StoredMessage.of(Envelope("late", b'"late"', delay=0.01, dedup_key="k"), 1.0)
         look = line.hold(GET + names.queue, '{"last_by_subj"*')
         looked = line.watch(GET + names.delayed, '{"seq"*')
         await here.server.ask(names.to_delayed + late.token, late.encode())

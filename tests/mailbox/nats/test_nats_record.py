@@ -15,7 +15,7 @@ from mainspring.errors import ConfigError
 from mainspring.mailbox.message import Dead, Envelope
 from mainspring.mailbox.nats.mailbox import NatsMailbox
 from mainspring.mailbox.nats.names import Names, check_stream, encoded
-from mainspring.mailbox.nats.records import MARK, Record, dead_headers, decode, read_dead, token_of, tokens_of
+from mainspring.mailbox.nats.records import MARK, StoredMessage, dead_headers, decode, read_dead, token_of, tokens_of
 from mainspring.mailbox.nats.settings import NatsOptions, Server
 
 TEXT = st.text(max_size=30)
@@ -33,7 +33,7 @@ NAMES = st.text(max_size=10)  # short enough for a server, whatever they are mad
 )
 @pytest.mark.slow
 def test_a_record_comes_back_as_it_was(body, headers, reply_to, key, expires_in, charge, history):
-    sent = Record.of(Envelope("id", body, 0.0, reply_to, key, 0, headers, expires_in), 1_000.5)
+    sent = StoredMessage.of(Envelope("id", body, 0.0, reply_to, key, 0, headers, expires_in), 1_000.5)
     assert decode(sent.encode(), 7, 0.0) == sent
     back = sent.returned(received_at=1_001.25, charge=charge, kept=True, history=history)
     assert decode(back.encode(), 7, 0.0) == back
@@ -79,11 +79,11 @@ def test_a_name_can_be_too_long():
 
 
 def test_one_dedup_key_has_one_place_and_its_ids_tell_it():
-    one, other = (Record.of(Envelope(name, b"", dedup_key="k"), 0.0) for name in ("a", "b"))
+    one, other = (StoredMessage.of(Envelope(name, b"", dedup_key="k"), 0.0) for name in ("a", "b"))
     assert one.token == other.token
     assert one.message_id != other.message_id
     assert tokens_of(one.message_id) == (one.token, token_of(one.message_id))
-    assert tokens_of("plain") == (Record("plain", b"", 0.0).token,)
+    assert tokens_of("plain") == (StoredMessage("plain", b"", 0.0).token,)
 
 
 @given(

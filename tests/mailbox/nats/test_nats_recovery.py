@@ -12,7 +12,7 @@ pytest.importorskip("nats", reason="the extra 'nats' is not installed")
 from mainspring.errors import MailboxConnectionError
 from mainspring.mailbox.nats import scheduler as nats_recovery
 from mainspring.mailbox.nats.names import Names
-from mainspring.mailbox.nats.records import Record
+from mainspring.mailbox.nats.records import StoredMessage
 from mainspring.mailbox.nats.scheduler import Recovery
 from mainspring.mailbox.nats.streams import Added, ReadWriteLock, Stored
 from mainspring.testing import run_virtual
@@ -67,7 +67,9 @@ class Server:
 
     async def next(self, stream: str, number: int, subject: str) -> Stored | None:
         found = min((other for other in self.there if other >= number), default=None)
-        return None if found is None else Stored(found, Record(f"m{found}", b"1", 0.0).encode(), 0.0, f"q.{found}")
+        return (
+            None if found is None else Stored(found, StoredMessage(f"m{found}", b"1", 0.0).encode(), 0.0, f"q.{found}")
+        )
 
     async def add_all(self, adds: list[object]) -> list[Added]:
         for add in adds:

@@ -21,15 +21,27 @@ from mainspring.mailbox.backend import TRANSIENT, Backend, Capabilities, Mailbox
 from mainspring.mailbox.mailbox import Mailbox
 from mainspring.mailbox.memory.queue import MemoryQueue
 from mainspring.mailbox.message import Ack, CancelOutcome, Nack
+from mainspring.mailbox.records import RESULT, RecordWrite
 from mainspring.runtime.interval import Periodic
 from mainspring.validation import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-    from mainspring.mailbox.message import Cancelled, ClaimedMessage, Counts, Dead, Envelope, Settlement
+    from mainspring.mailbox.message import (
+        Cancelled,
+        ClaimedMessage,
+        Counts,
+        Dead,
+        Envelope,
+        RescheduleOutcome,
+        Result,
+        Settlement,
+        UnfinishedMessage,
+    )
+    from mainspring.mailbox.records import Record
     from mainspring.runtime.scope import DaemonScope
 
 T = TypeVar("T", default=Any)
@@ -128,7 +140,7 @@ class InMemoryMailbox(Mailbox[T, R]):
 class MemoryBackend(Backend):
     """A queue in memory. ``key`` is the name under which it is found; one of a mailbox made by the constructor is its alone."""
 
-    capabilities = Capabilities(joined_acks=True, queue_age=True)
+    capabilities = Capabilities(joined_acks=True, queue_age=True, records=True, lookup=True, reschedule=True)
     works_unopened: ClassVar[bool] = True
 
     def __init__(self, name: str, *, capacity: int | None, key: str) -> None:
@@ -250,6 +262,8 @@ class MemoryBackend(Backend):
                 self._send_reply_to(store, delivery, settlement.reply, now)
             for error in queue.acknowledge([delivery], now).values():
                 raise error
+            if settlement.result is not None:
+                self._keep_result(store, delivery.message_id, settlement.result, now)
         elif type(settlement) is Nack:
             queue.nack(delivery, now, settlement)
             store.changed()
@@ -279,6 +293,11 @@ class MemoryBackend(Backend):
         reply.reply_to = None
         target.put([reply])
 
+    def _keep_result(self, store: MemoryStore, message_id: str, result: Result, now: float) -> None:
+        store.queue.records.write(RecordWrite(RESULT, message_id, result.value, result.expires_in), now)
+        for member in list(store.members):
+            member.notifications.results.publish([message_id])
+
     async def extend(self, delivery: ClaimedMessage, timeout: float) -> None:
         store = self._here()
         store.queue.extend(delivery, store.clock(), timeout)
@@ -295,6 +314,34 @@ class MemoryBackend(Backend):
             for member in list(store.members):
                 member.notifications.cancelled.publish([message_id])
         return cancelled
+
+    async def find(self, message_ids: list[str]) -> list[UnfinishedMessage]:
+        store = self._here()
+        return store.queue.find(message_ids, store.clock())
+
+    async def reschedule(self, message_id: str, delay: float) -> RescheduleOutcome:
+        store = self._here()
+        outcome = store.queue.reschedule(message_id, store.clock(), delay)
+        store.changed()
+        return outcome
+
+    # -------------------------------------------------------------------------------------------------------- records
+
+    async def write_record(self, write: RecordWrite, envelopes: Sequence[Envelope] = ()) -> int | None:
+        """Never waits, so a cancellation does not reach it."""
+        store = self._here()
+        version = store.queue.put_with(write, list(envelopes), store.clock())
+        if version is not None and envelopes:
+            store.changed()
+        return version
+
+    async def find_records(self, kind: str, keys: list[str]) -> list[Record]:
+        store = self._here()
+        return store.queue.records.find(kind, keys, store.clock())
+
+    async def list_records(self, kind: str, limit: int, after: str | None) -> list[Record]:
+        store = self._here()
+        return store.queue.records.list(kind, limit, after, store.clock())
 
     # ------------------------------------------------------------------------------------------------- looking after
 

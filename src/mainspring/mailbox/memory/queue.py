@@ -5,23 +5,40 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections import deque
+from dataclasses import fields
 from heapq import heapify, heappop, heappush
 from itertools import islice
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 from mainspring.mailbox.limits import full, lease_over
-from mainspring.mailbox.message import EXPIRED, UNKNOWN, Cancelled, CancelOutcome, ClaimedMessage, Counts
+from mainspring.mailbox.memory.records import MemoryRecords
+from mainspring.mailbox.message import (
+    EXPIRED,
+    UNKNOWN,
+    Cancelled,
+    CancelOutcome,
+    ClaimedMessage,
+    Counts,
+    MessagePlace,
+    RescheduleOutcome,
+    UnfinishedMessage,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from mainspring.mailbox.message import Dead, Envelope, Nack
+    from mainspring.mailbox.records import RecordWrite
 
 
 DELAYED: Final = 0
 PENDING: Final = 1
 IN_FLIGHT: Final = 2
 GONE: Final = 3
+
+_PLACES = (MessagePlace.DELAYED, MessagePlace.PENDING, MessagePlace.IN_FLIGHT)
+_VALUES = attrgetter(*(part.name for part in fields(ClaimedMessage)))
 
 QUEUE_SWEEP_FROM = 64
 
@@ -30,8 +47,8 @@ class QueuedMessage(ClaimedMessage):
     """One stay of a message in the queue: from when it begins to wait until its delivery ends.
 
     A claim hands out the entry itself as the delivery. A message that comes back does so as a new entry, so that the old one
-    stays what its holder knew. ``attempt`` counts the attempt to come. ``place``, ``order`` and ``lease_until`` are there from
-    when it has been put, has waited and is leased.
+    stays what its holder knew. ``attempt`` counts the attempt to come. ``place``, ``order``, ``due`` and ``lease_until`` are
+    there from when it has been put, has waited, is delayed and is leased.
     """
 
     priority: int
@@ -39,8 +56,9 @@ class QueuedMessage(ClaimedMessage):
     lease_until: float
     order: int
     place: int
+    due: float
 
-    __slots__ = ("dedup_key", "expires_at", "lease_until", "order", "place", "priority", "timer")
+    __slots__ = ("dedup_key", "due", "expires_at", "lease_until", "order", "place", "priority", "timer")
 
     def __init__(self, sent: Envelope | QueuedMessage, enqueued_at: float, expires_at: float = math.inf) -> None:
         self.message_id = sent.message_id
@@ -63,13 +81,19 @@ class QueuedMessage(ClaimedMessage):
 
     def again(self, *, charge: bool) -> QueuedMessage:
         """Return its next stay, after this delivery came to nothing."""
+        entry = self.moved()
+        entry.attempt = self.attempt + 1 if charge else self.attempt
+        entry.order = self.order
+        return entry
+
+    def moved(self) -> QueuedMessage:
+        """Return its next stay, after it was taken out of where it waits: there the old one may still lie, dead."""
         entry = QueuedMessage(self, self.enqueued_at, self.expires_at)
         entry.checkpoint = self.checkpoint
         entry.delivery_count = self.delivery_count
-        entry.attempt = self.attempt + 1 if charge else self.attempt
+        entry.attempt = self.attempt
         entry.first_received_at = self.first_received_at
         entry.history = self.history
-        entry.order = self.order
         return entry
 
     def anew(self) -> QueuedMessage:
@@ -268,6 +292,7 @@ class MemoryQueue:
         self._ids: dict[str, QueuedMessage] | None = (
             None  # made by the first cancellation: who never cancels pays nothing for it
         )
+        self.records = MemoryRecords()
         self._timers = Timers()
         self.heap = self._timers.heap
         """No instant is due before its first one (at which, maybe, nothing is any more)."""
@@ -317,6 +342,7 @@ class MemoryQueue:
             if self._ids is not None:
                 self._ids[entry.message_id] = entry
             entry.place = DELAYED
+            entry.due = now + delay
             self.delayed += 1
             self._timers.set_timer(entry, min(now + delay, entry.expires_at))
         else:
@@ -339,6 +365,13 @@ class MemoryQueue:
             queue.tail.append(entry)
         if entry.expires_at != math.inf:
             self._timers.set_timer(entry, entry.expires_at)
+
+    def put_with(self, write: RecordWrite, envelopes: list[Envelope], now: float) -> int | None:
+        """Change a record and let messages wait, both or neither. Return the record's version, or None if it is another."""
+        if write.if_version not in (None, self.records.version(write.kind, write.key, now)):
+            return None
+        self.put(envelopes, now)
+        return self.records.write(write, now)
 
     # ------------------------------------------------------------------------------------------------------ going out
 
@@ -494,11 +527,7 @@ class MemoryQueue:
     def cancel(self, message_id: str, now: float) -> Cancelled:
         """End a message that is delayed, pending or in flight. The first call looks at all of them, later ones do not."""
         self.advance(now)
-        if self._ids is None:
-            waiting = [*self._timers.waiting.values(), *self._in_flight.values()]
-            waiting += [entry for queue in self._queues.values() for entry in queue]
-            self._ids = {entry.message_id: entry for entry in waiting}
-        entry = self._ids.pop(message_id, None)
+        entry = self._by_id().pop(message_id, None)
         if entry is None:
             return UNKNOWN
         outcome = CancelOutcome.REMOVED
@@ -506,17 +535,56 @@ class MemoryQueue:
             outcome = CancelOutcome.CANCELLED
             self._end_lease(entry)
         else:
-            if entry.timer:
-                self._timers.drop_timer(entry)
-            if entry.place == PENDING:
-                self.pending -= 1
-                self._queues[entry.priority].lose_one(entry)
-            else:
-                self.delayed -= 1
-                entry.place = GONE
+            self._take_out(entry)
         self._free_key(entry)
         self.settled += 1
         return Cancelled(outcome, entry.reply_to, entry.headers)
+
+    def find(self, message_ids: list[str], now: float) -> list[UnfinishedMessage]:
+        """Return those of ``message_ids`` that are unfinished. The first call looks at all messages, later ones do not."""
+        self.advance(now)
+        by_id = self._by_id()
+        found = (by_id.get(message_id) for message_id in dict.fromkeys(message_ids))
+        return [self._seen(entry, now) for entry in found if entry is not None]
+
+    def _seen(self, entry: QueuedMessage, now: float) -> UnfinishedMessage:
+        message = ClaimedMessage(*_VALUES(entry))
+        message.receipt_handle = ""
+        if entry.place != IN_FLIGHT:
+            message.attempt -= 1  # it counts the attempt to come
+        due = self.wall() + entry.due - now if entry.place == DELAYED else None
+        return UnfinishedMessage(message, _PLACES[entry.place], due, entry.priority)
+
+    def reschedule(self, message_id: str, now: float, delay: float) -> RescheduleOutcome:
+        """Let a message that waits become pending ``delay`` seconds from ``now``."""
+        self.advance(now)
+        entry = self._by_id().get(message_id)
+        if entry is None:
+            return RescheduleOutcome.UNKNOWN
+        if entry.place == IN_FLIGHT:
+            return RescheduleOutcome.IN_FLIGHT
+        if delay or entry.place == DELAYED:
+            self._take_out(entry)
+            self._place(entry.moved(), now, delay)
+        return RescheduleOutcome.RESCHEDULED
+
+    def _by_id(self) -> dict[str, QueuedMessage]:
+        if self._ids is None:
+            waiting = [*self._timers.waiting.values(), *self._in_flight.values()]
+            waiting += [entry for queue in self._queues.values() for entry in queue]
+            self._ids = {entry.message_id: entry for entry in waiting}
+        return self._ids
+
+    def _take_out(self, entry: QueuedMessage) -> None:
+        """Take a message that waits out of the line, or out of those that are delayed."""
+        if entry.timer:
+            self._timers.drop_timer(entry)
+        if entry.place == PENDING:
+            self.pending -= 1
+            self._queues[entry.priority].lose_one(entry)
+        else:
+            self.delayed -= 1
+            entry.place = GONE
 
     def _clear(self) -> None:
         self._ids = None

@@ -15,7 +15,7 @@ from mainspring.mailbox.message import EXPIRED, ClaimedMessage
 from mainspring.mailbox.nats.client import GoneError
 from mainspring.mailbox.nats.connection import MAX_POLL_TIMEOUT, POLL_TIMEOUT, Request
 from mainspring.mailbox.nats.names import CONSUMER
-from mainspring.mailbox.nats.records import Record, decode, nanoseconds, token_of
+from mainspring.mailbox.nats.records import StoredMessage, decode, nanoseconds, token_of
 from mainspring.mailbox.nats.streams import Add, Added
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Lease:
     sequence: int
     reply: str
     subject: str
-    record: Record
+    record: StoredMessage
     until: float
     """When the lease ends, on anyio's clock: not later than on the server's."""
     received_at: float
@@ -51,7 +51,7 @@ class Arrival:
     reply: str
     subject: str
     stored_at: float
-    record: Record
+    record: StoredMessage
 
     @classmethod
     def of(cls, message: RawMessage) -> Arrival:
@@ -234,7 +234,7 @@ class Claims:
         number."""
         wall = self._wall()
         fresh: list[Arrival] = []
-        again: list[tuple[Arrival, Record]] = []
+        again: list[tuple[Arrival, StoredMessage]] = []
         expired: list[Arrival] = []
         for arrival in await self._not_held(messages):
             record = arrival.record
@@ -284,7 +284,7 @@ class Claims:
             await self._store.connection.request_all(held)
         return free
 
-    def after_lost_lease(self, record: Record) -> Record:
+    def after_lost_lease(self, record: StoredMessage) -> StoredMessage:
         """Return the record of a message whose lease has ended."""
         first = record.first_received_at
         received_at = self._wall() - self._store.ack_wait if first is None else first
@@ -301,7 +301,7 @@ class Claims:
             del self._leases[handle]
         return arrival
 
-    async def _move_to_tail(self, moves: list[tuple[Arrival, Record]]) -> list[tuple[Arrival, Record]]:
+    async def _move_to_tail(self, moves: list[tuple[Arrival, StoredMessage]]) -> list[tuple[Arrival, StoredMessage]]:
         """Move messages to the tail, each unless it is gone. Return those for which there is no room."""
         adds = [Add(arrival.subject, record.encode(), arrival.sequence) for arrival, record in moves]
         async with self._store.lock.writing():

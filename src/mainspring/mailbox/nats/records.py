@@ -36,7 +36,7 @@ _PLAIN_LINE = re.compile(rb'%s\{"i":"([A-Za-z0-9_-]{1,120})","t":([1-9][0-9]{0,1
 
 
 @dataclass(slots=True)
-class Record:
+class StoredMessage:
     """A message as a stream holds it. Times are POSIX seconds."""
 
     message_id: str
@@ -57,7 +57,7 @@ class Record:
     """True if there may be a checkpoint."""
 
     @classmethod
-    def of(cls, envelope: Envelope, now: float) -> Record:
+    def of(cls, envelope: Envelope, now: float) -> StoredMessage:
         """Return the first record of a message that is sent now."""
         record = cls(envelope.message_id, envelope.body, now)
         if envelope.reply_to is not None:
@@ -113,7 +113,7 @@ class Record:
             self.history,
         )
 
-    def returned(self, *, received_at: float, charge: bool, kept: bool, history: str | None = None) -> Record:
+    def returned(self, *, received_at: float, charge: bool, kept: bool, history: str | None = None) -> StoredMessage:
         """Return its next record, after a delivery that was first received at ``received_at`` has ended."""
         return replace(
             self,
@@ -125,7 +125,7 @@ class Record:
             history=self.history if history is None else history,
         )
 
-    def within(self, most: int) -> Record:
+    def within(self, most: int) -> StoredMessage:
         """Return it without the oldest failures of its history, if its payload has more than ``most`` bytes with them."""
         record = self
         while record.history is not None and len(record.encode()) > most:
@@ -135,7 +135,7 @@ class Record:
             record = replace(record, history=shorter)
         return record
 
-    def replayed(self, dedup_key: str | None) -> Record:
+    def replayed(self, dedup_key: str | None) -> StoredMessage:
         """Return its record when, dead, it is sent again: fresh counts, and no expiry."""
         return replace(
             self,
@@ -166,34 +166,34 @@ _COUNTS = ("deliveries", "charged")
 _TIMES = ("first_received_at", "expires_at", "due")
 
 
-def decode(payload: bytes, sequence: int, stored_at: float) -> Record:
+def decode(payload: bytes, sequence: int, stored_at: float) -> StoredMessage:
     """Return the record in a payload. A foreign one is a body, named by its place in the stream."""
     if payload.startswith(MARK):
         plain = _PLAIN_LINE.match(payload)
         if plain is not None:
-            return Record(plain[1].decode(), payload[plain.end() :], float(plain[2]))
+            return StoredMessage(plain[1].decode(), payload[plain.end() :], float(plain[2]))
         end = payload.find(b"\n")
         if end > 0:
             try:
                 return _read(json.loads(payload[len(MARK) : end]), payload[end + 1 :])
             except (ValueError, TypeError, KeyError, RecursionError):
                 pass
-    return Record(f"nats-{sequence}", payload, stored_at)
+    return StoredMessage(f"nats-{sequence}", payload, stored_at)
 
 
-def _read(known: Any, body: bytes) -> Record:
+def _read(known: Any, body: bytes) -> StoredMessage:
     if len(known) == 2:
-        record = Record(known["i"], body, float(known["t"]))
+        record = StoredMessage(known["i"], body, float(known["t"]))
     else:
         values = {name: known[key] for key, name in _FIELDS.items() if key in known}
-        record = Record(known["i"], body, float(known["t"]), **values)
+        record = StoredMessage(known["i"], body, float(known["t"]), **values)
         _check(record)
     if not isinstance(record.message_id, str):
         raise TypeError("an id is a string")
     return record
 
 
-def _check(record: Record) -> None:
+def _check(record: StoredMessage) -> None:
     for name in _TEXTS:
         if not isinstance(getattr(record, name), str | None):
             raise TypeError(name)

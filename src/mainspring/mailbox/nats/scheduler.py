@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mainspring.mailbox.nats.claims import Claims
     from mainspring.mailbox.nats.connection import Puller
     from mainspring.mailbox.nats.names import Names
-    from mainspring.mailbox.nats.records import Record
+    from mainspring.mailbox.nats.records import StoredMessage
     from mainspring.mailbox.nats.streams import Store, Stored
 
 
@@ -40,7 +40,7 @@ LOOK_AGAIN_MAX = 30.0
 """Seconds between two such looks at most."""
 
 
-def move_to_queue(names: Names, token: str, record: Record, sequence: int) -> Add:
+def move_to_queue(names: Names, token: str, record: StoredMessage, sequence: int) -> Add:
     """Return the addition that moves number ``sequence`` of the delayed to the queue.
 
     Several processes may send it: the server takes it once in two minutes.

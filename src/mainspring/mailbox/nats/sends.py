@@ -10,7 +10,7 @@ import anyio
 from mainspring.core import clock
 from mainspring.errors import InvalidParameterError, MailboxConnectionError, MailboxError
 from mainspring.mailbox.limits import CLOSE_TIMEOUT, check_size
-from mainspring.mailbox.nats.records import RESERVED, Record
+from mainspring.mailbox.nats.records import RESERVED, StoredMessage
 from mainspring.mailbox.nats.scheduler import move_to_queue
 from mainspring.mailbox.nats.streams import Add, Added
 
@@ -38,7 +38,7 @@ class Sends:
                 raise InvalidParameterError(
                     "send: a mailbox on NATS has no priorities (Capabilities.priority); leave it at 0"
                 )
-            record = Record.of(envelope, now)
+            record = StoredMessage.of(envelope, now)
             plain = not (envelope.headers or envelope.reply_to or envelope.dedup_key)
             size = len(envelope.body if plain else record.encode())
             check_size("a message", size, most, "this NATS server's max_payload leaves for one")
@@ -57,7 +57,7 @@ class Sends:
             )
         return sent
 
-    async def _send_in_turn(self, records: list[Record]) -> list[str]:
+    async def _send_in_turn(self, records: list[StoredMessage]) -> list[str]:
         """Send messages of which some have a dedup key: all or none, as far as the server can."""
         sent: list[str] = []
         try:
@@ -75,7 +75,7 @@ class Sends:
             raise
         return sent
 
-    async def _remove_sent(self, records: list[Record]) -> None:
+    async def _remove_sent(self, records: list[StoredMessage]) -> None:
         store = self._store
         with anyio.CancelScope(shield=True, deadline=anyio.current_time() + CLOSE_TIMEOUT), suppress(MailboxError):
             async with store.lock.writing():
@@ -85,14 +85,14 @@ class Sends:
                     if there is not None and there.record.message_id == record.message_id:
                         await store.count_moves(int(await store.remove(stream, there.sequence)))
 
-    async def _schedule_expiries(self, records: list[Record]) -> None:
+    async def _schedule_expiries(self, records: list[StoredMessage]) -> None:
         """Add the notes of expiries. A message without one expires when it would be received."""
         store = self._store
-        notes = [Record(record.message_id, b"", record.enqueued_at, due=record.expires_at) for record in records]
+        notes = [StoredMessage(record.message_id, b"", record.enqueued_at, due=record.expires_at) for record in records]
         with anyio.CancelScope(shield=True, deadline=anyio.current_time() + CLOSE_TIMEOUT):
             await store.add_all([Add(store.names.to_expiries + note.token, note.encode()) for note in notes])
 
-    def _addition(self, record: Record) -> Add:
+    def _addition(self, record: StoredMessage) -> Add:
         names = self._store.names
         prefix = names.to_queue if record.due is None else names.to_delayed
         return Add(prefix + record.token, record.encode())
@@ -116,7 +116,7 @@ class Sends:
                     await self._store.count_moves(sum(each is True for each in taken))
         raise errors[0]
 
-    async def _send_with_dedup_key(self, record: Record) -> str:
+    async def _send_with_dedup_key(self, record: StoredMessage) -> str:
         """Send a message unless its key is in the queue or delayed. Return the id of the message that has the key."""
         store = self._store
         names = store.names
@@ -174,5 +174,5 @@ def _is_elder(there: Stored, than: Stored) -> bool:
     return there.record.deliveries > 0 or there.stored_at < than.stored_at
 
 
-def _too_fast(record: Record) -> MailboxConnectionError:
+def _too_fast(record: StoredMessage) -> MailboxConnectionError:
     return MailboxConnectionError(f"the messages with the dedup key {record.dedup_key!r} came and went too fast")

@@ -20,7 +20,7 @@ from mainspring.mailbox.message import EXPIRED, Ack, Dead, Nack
 from mainspring.mailbox.nats.claims import FULL_RETRY
 from mainspring.mailbox.nats.client import GoneError
 from mainspring.mailbox.nats.names import Names
-from mainspring.mailbox.nats.records import RESERVED_FOR_DEATH, Record, token_of
+from mainspring.mailbox.nats.records import RESERVED_FOR_DEATH, StoredMessage, token_of
 from mainspring.mailbox.nats.streams import Add
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ class Settlements:
                 await store.remove(store.names.delayed, added.sequence)
         return held
 
-    def _ended_record(self, lease: Lease, charge: bool, history: str | None) -> Record:
+    def _ended_record(self, lease: Lease, charge: bool, history: str | None) -> StoredMessage:
         """Return the record with which the message goes on, or is dead."""
         record = lease.record.returned(
             received_at=lease.received_at, charge=charge, kept=lease.checkpoint, history=history
@@ -177,7 +177,7 @@ class Settlements:
     async def _send_reply(self, reply: Envelope, once: str) -> None:
         store = self._store
         names = Names.of(reply.reply_to or "")
-        record = Record.of(reply, self._wall())
+        record = StoredMessage.of(reply, self._wall())
         record.reply_to = None
         add = Add(names.to_queue + record.token, record.encode(), None, once)
         try:

@@ -29,7 +29,7 @@ from mainspring.mailbox.nats.client import (
 )
 from mainspring.mailbox.nats.connection import NatsConnection, Request
 from mainspring.mailbox.nats.names import CONSUMER, Names, check_stream, upgraded
-from mainspring.mailbox.nats.records import Record, dead_headers, decode, token_of
+from mainspring.mailbox.nats.records import StoredMessage, dead_headers, decode, token_of
 from mainspring.mailbox.nats.shared_client import ROOM
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ class Stored:
     headers: dict[str, str] = field(default_factory=dict)
 
     @property
-    def record(self) -> Record:
+    def record(self) -> StoredMessage:
         """The record in its payload."""
         return decode(self.payload, self.sequence, self.stored_at)
 
@@ -431,7 +431,7 @@ class Store:
         """Return the highest number of the queue that was ever delivered."""
         return int((await self.consumer())["delivered"]["stream_seq"])
 
-    async def dead_letter(self, stream: str, sequence: int, record: Record, dead: Dead, at: float) -> bool:
+    async def dead_letter(self, stream: str, sequence: int, record: StoredMessage, dead: Dead, at: float) -> bool:
         """Move a message to the dead letters. Return True if it was still number ``sequence`` of ``stream``."""
         payload = record.encode()
         headers = dead_headers(dead, at, min(65_536, max(2_048, self.connection.max_payload - len(payload) - 1_024)))
@@ -446,7 +446,7 @@ class Store:
                 await self.remove(self.names.dead, added.sequence)
         return held
 
-    async def forget_checkpoint(self, record: Record) -> None:
+    async def forget_checkpoint(self, record: StoredMessage) -> None:
         """Drop the checkpoint of a settled message. It does no harm if it stays."""
         try:
             await self.purge(self.names.checkpoints, self.names.to_checkpoints + token_of(record.message_id))
@@ -454,7 +454,7 @@ class Store:
             return
 
     async def count_moves(self, count: int = 1) -> None:
-        """Record that ``count`` messages that were added to the queue or the delayed stream were not new."""
+        """StoredMessage that ``count`` messages that were added to the queue or the delayed stream were not new."""
         with anyio.CancelScope(shield=True):  # every call has a deadline
             await self.add_all([Add(self.names.to_moves, b"")] * count)
 

@@ -43,6 +43,7 @@ from mainspring.testing.mailbox_contract import (
     leases,
     life_cycle,
     receiving,
+    records,
     requests,
     sending,
     settling,
@@ -79,7 +80,7 @@ Backend = BackendUnderTest
 
 F = TypeVar("F", bound="Callable[..., object]")
 
-_MODULES = (life_cycle, sending, receiving, leases, settling, dead_letters, requests, bodies, counting)
+_MODULES = (life_cycle, sending, receiving, leases, settling, dead_letters, requests, bodies, counting, records)
 
 
 def behaviours() -> list[Behaviour]:

@@ -1,0 +1,383 @@
+"""Jobs: a message followed by its id, from any process: where it is, how far it is, and how it ended.
+
+Three places tell it. An unfinished message is in the queue, a dead one among the dead letters. One that was acknowledged or
+cancelled is gone, unless its sender asked for its end to be kept (the header :data:`RESULT_TTL`): then a record tells it. A
+message passes through these places in this order, and each passage is one step of the store. So a look at one place after the
+other misses none but a message that is replayed meanwhile, which a second look finds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from enum import StrEnum
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+import anyio
+
+from mainspring.core import clock
+from mainspring.errors import (
+    JobNotFoundError,
+    JobRunningError,
+    MailboxError,
+    RequestCancelledError,
+    RequestFailedError,
+    RequestTimeoutError,
+    text_and_type,
+)
+from mainspring.mailbox.history import ERROR_SIZE, read_history
+from mainspring.mailbox.message import EXPIRED, MessagePlace, RescheduleOutcome, Result
+from mainspring.mailbox.records import PROGRESS, RESULT, RESULT_TTL, RecordWrite, check_size
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Mapping
+
+    from mainspring.mailbox.backend import Backend
+    from mainspring.mailbox.mailbox import Mailbox
+    from mainspring.mailbox.message import ClaimedMessage, Dead, UnfinishedMessage
+    from mainspring.mailbox.records import Record
+
+LOOK_EVERY = 1.0
+"""Seconds after which a wait for a result looks at the store again: an announcement can be missed, and a death in another
+process is not announced."""
+CANCEL_TIMEOUT = 5.0
+"""Seconds that the record of a cancellation may take."""
+PROGRESS_LIFE = 3_600.0
+"""Seconds that progress is kept after it was last said."""
+
+
+class JobState(StrEnum):
+    """Where a job is, or how it ended."""
+
+    SCHEDULED = "scheduled"
+    """It waits for its time: that of its sender, or of its next attempt."""
+    PENDING = "pending"
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+    """Its handler answered with :class:`ReplyError`."""
+    DEAD = "dead"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+    """It is among the dead letters, as it was not begun before its ``expires_in`` was over."""
+
+
+class JobProgress(NamedTuple):
+    """How far a handler said that it is."""
+
+    done: float
+    total: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JobStatus:
+    """What is known of a job at one moment. Dates are in UTC; those that are not known are None."""
+
+    id: str
+    state: JobState
+    task: str | None = None
+    """The name of the task that is called."""
+    attempts: int = 0
+    """How many charged attempts were begun."""
+    deliveries: int = 0
+    enqueued_at: datetime | None = None
+    due_at: datetime | None = None
+    """When a scheduled one may begin."""
+    first_received_at: datetime | None = None
+    finished_at: datetime | None = None
+    """When it was done, failed, cancelled or dead."""
+    worker: str | None = None
+    """The host and the process that ended it or last said its progress, as ``host:pid``."""
+    progress: JobProgress | None = None
+    last_error: str | None = None
+    last_error_type: str | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        """True if it is neither scheduled nor pending nor running."""
+        return self.state not in (JobState.SCHEDULED, JobState.PENDING, JobState.RUNNING)
+
+
+class JobOutcome(NamedTuple):
+    """The status of a finished job, and the JSON of what its handler returned (None if it returned nothing, or has failed)."""
+
+    status: JobStatus
+    result: bytes | None
+
+
+# ------------------------------------------------------------------------------------------------------ what is kept
+
+
+def kept_for(headers: Mapping[str, str]) -> float | None:
+    """Return for how many seconds the end of a message with these headers is to be kept, or None if it is not."""
+    try:
+        seconds = float(headers[RESULT_TTL])
+    except (KeyError, ValueError):
+        return None
+    return seconds if 0 < seconds < float("inf") else None
+
+
+def result_of(delivery: ClaimedMessage, task: str, raw: bytes) -> Result | None:
+    """Return what is to be kept of a delivery that is done. ``raw`` is the JSON of what its handler returned.
+
+    :raises SerializationError: that is larger than a record may be.
+    """
+    seconds = kept_for(delivery.headers)
+    if seconds is None:
+        return None
+    head = _written(_ended(delivery, task, JobState.DONE))
+    value = head[:-1] + b',"result":' + raw + b"}"
+    check_size("the result", value)
+    return Result(value, seconds)
+
+
+def failure_of(delivery: ClaimedMessage, task: str, error: BaseException | str) -> Result | None:
+    """Return what is to be kept of a delivery that was answered with an error."""
+    seconds = kept_for(delivery.headers)
+    if seconds is None:
+        return None
+    text, kind = text_and_type(error)
+    failed = _ended(delivery, task, JobState.FAILED)
+    return Result(_written({**failed, "error": text[:ERROR_SIZE], "error_type": kind}), seconds)
+
+
+async def keep_cancelled(backend: Backend, message_id: str, headers: Mapping[str, str]) -> None:
+    """Keep that a message was cancelled, if its sender asked for its end to be kept. It may fail, unsaid: it was cancelled."""
+    seconds = kept_for(headers)
+    if seconds is None or not backend.capabilities.records:
+        return
+    value = _written({"state": JobState.CANCELLED, "finished_at": clock.utc_now().timestamp()})
+    with suppress(MailboxError, OSError), anyio.move_on_after(CANCEL_TIMEOUT, shield=True):
+        await backend.write_record(RecordWrite(RESULT, message_id, value, seconds))
+        backend.notifications.results.publish([message_id])
+
+
+async def keep_late(backend: Backend, message_id: str, result: Result) -> None:
+    """Keep the result of a message that was acknowledged without it: it may be lost where the process dies in between."""
+    await backend.write_record(RecordWrite(RESULT, message_id, result.value, result.expires_in))
+    backend.notifications.results.publish([message_id])
+
+
+async def keep_progress(backend: Backend, message_id: str, done: float, total: float | None) -> None:
+    """Write how far the handler of a message is."""
+    value = _written({"done": done, "total": total, "worker": worker_name()})
+    await backend.write_record(RecordWrite(PROGRESS, message_id, value, PROGRESS_LIFE))
+
+
+def _ended(delivery: ClaimedMessage, task: str, state: JobState) -> dict[str, Any]:
+    return {
+        "state": state,
+        "task": task,
+        "attempts": delivery.attempt,
+        "deliveries": delivery.delivery_count,
+        "enqueued_at": delivery.enqueued_at,
+        "first_received_at": delivery.first_received_at,
+        "finished_at": clock.utc_now().timestamp(),
+        "worker": worker_name(),
+    }
+
+
+def _written(said: Mapping[str, Any]) -> bytes:
+    return json.dumps(said, separators=(",", ":")).encode()
+
+
+@cache
+def _host() -> str:
+    return socket.gethostname()
+
+
+def worker_name() -> str:
+    """Return the host and the id of this process, as ``host:pid``."""
+    return f"{_host()}:{os.getpid()}"
+
+
+# ------------------------------------------------------------------------------------------------------ what is seen
+
+
+async def status_of(mailbox: Mailbox[Any, Any], message_id: str) -> JobStatus:
+    """Return the status of the message with that id.
+
+    :raises JobNotFoundError: no message of that id is unfinished or dead, and no end of one is kept.
+    """
+    status = (await _look(mailbox, message_id)).status
+    if mailbox.capabilities.records and not status.is_finished:
+        for record in await mailbox.backend.find_records(PROGRESS, [message_id]):
+            said = json.loads(record.value)
+            status = replace(status, progress=JobProgress(said["done"], said["total"]), worker=said["worker"])
+    return status
+
+
+async def outcome_of(mailbox: Mailbox[Any, Any], message_id: str, timeout: float | None) -> JobOutcome:
+    """Wait until the message with that id is done, and return its result.
+
+    :param timeout: seconds to wait; None: as long as it takes.
+    :raises RequestTimeoutError: it is not finished yet.
+    :raises RequestFailedError: it was dead-lettered or has expired, or its handler answered with :class:`ReplyError`.
+    :raises RequestCancelledError: it was cancelled.
+    :raises JobNotFoundError: it is not known, or it was done and its result was not kept (any more).
+    """
+    with anyio.move_on_after(timeout):
+        with _News(mailbox.backend, message_id) as news:
+            while not (outcome := await _look(mailbox, message_id)).status.is_finished:
+                await news.wait(LOOK_EVERY)
+        return _checked(outcome)
+    raise RequestTimeoutError(f"job {message_id}: it was not finished within {timeout:g} s; wait longer, or cancel it")
+
+
+async def progress_of(mailbox: Mailbox[Any, Any], message_id: str) -> AsyncIterator[JobProgress]:
+    """Yield how far the job is, each time that it has changed, until the job is finished."""
+    before: JobProgress | None = None
+    with _News(mailbox.backend, message_id) as news:
+        while True:
+            status = await status_of(mailbox, message_id)
+            if status.progress is not None and status.progress != before:
+                before = status.progress
+                yield before
+            if status.is_finished:
+                return
+            await news.wait(LOOK_EVERY)
+
+
+async def reschedule(mailbox: Mailbox[Any, Any], message_id: str, delay: float) -> None:
+    """Let an unfinished job begin ``delay`` seconds from now, a dead one at once if ``delay`` is 0.
+
+    :raises JobNotFoundError: it is finished, or not known.
+    :raises JobRunningError: a worker runs it now.
+    :raises ConfigError: the store cannot (``Capabilities.reschedule``).
+    """
+    backend = mailbox.backend
+    outcome = await backend.reschedule(message_id, delay)
+    if outcome is RescheduleOutcome.IN_FLIGHT:
+        raise JobRunningError(
+            f"job {message_id}: a worker runs it now; cancel it and send it again, or wait until it ends"
+        )
+    if outcome is RescheduleOutcome.UNKNOWN and (delay or not await backend.replay_dead_letters([message_id])):
+        raise _not_found(message_id, "no such message is scheduled, pending or running")
+
+
+class _News:
+    """What tells a wait for one message that a look at the store may be worth while."""
+
+    def __init__(self, backend: Backend, message_id: str) -> None:
+        self._notifications = backend.notifications
+        self._id = message_id
+        self._told = anyio.Event()
+        self._ends: list[Callable[[], None]] = []
+
+    def __enter__(self) -> Self:
+        self._ends = [
+            self._notifications.results.subscribe(self._ended),
+            self._notifications.dead.subscribe(lambda message_id: self._ended([message_id])),
+        ]
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        for end in self._ends:
+            end()
+
+    def _ended(self, message_ids: list[str]) -> None:
+        if self._id in message_ids:
+            self._told.set()
+
+    async def wait(self, seconds: float) -> None:
+        """Wait until the message is said to have ended, at most for ``seconds``."""
+        with anyio.move_on_after(seconds):
+            await self._told.wait()
+        self._told = anyio.Event()
+
+
+async def _look(mailbox: Mailbox[Any, Any], message_id: str) -> JobOutcome:
+    backend, task_of = mailbox.backend, mailbox.codec.task_of
+    for _ in range(2):  # a dead letter may have been replayed between two looks
+        if backend.capabilities.lookup:
+            for unfinished in await backend.find([message_id]):
+                return JobOutcome(_of_unfinished(unfinished, task_of(unfinished.message.body)), None)
+        for letter in await backend.find_dead_letters([message_id]):
+            return JobOutcome(_of_dead(*letter, task_of(letter[0].body)), None)
+        if backend.capabilities.records:
+            for record in await backend.find_records(RESULT, [message_id]):
+                return _of_record(record)
+    raise _not_found(message_id, "it is not in this mailbox, nor is a result of it kept; keep results with result_ttl=")
+
+
+def _not_found(message_id: str, why: str) -> JobNotFoundError:
+    return JobNotFoundError(f"job {message_id}: {why}")
+
+
+def _of_unfinished(found: UnfinishedMessage, task: str | None) -> JobStatus:
+    message = found.message
+    failures = read_history(message.history)
+    last = failures[-1] if failures else None
+    return JobStatus(
+        message.message_id,
+        _STATES[found.place],
+        task,
+        attempts=message.attempt,
+        deliveries=message.delivery_count,
+        enqueued_at=_date(message.enqueued_at),
+        due_at=_date(found.due_at),
+        first_received_at=_date(message.first_received_at),
+        last_error=last.error if last else None,
+        last_error_type=last.error_type if last else None,
+    )
+
+
+def _of_dead(message: ClaimedMessage, dead: Dead, at: float, task: str | None) -> JobStatus:
+    return JobStatus(
+        message.message_id,
+        JobState.EXPIRED if dead.error_type == EXPIRED.error_type else JobState.DEAD,
+        task,
+        attempts=message.attempt,
+        deliveries=message.delivery_count,
+        enqueued_at=_date(message.enqueued_at),
+        first_received_at=_date(message.first_received_at),
+        finished_at=_date(at),
+        last_error=dead.error,
+        last_error_type=dead.error_type,
+    )
+
+
+def _of_record(record: Record) -> JobOutcome:
+    head, found, raw = record.value.partition(b',"result":')
+    said = json.loads(head + b"}" if found else head)
+    status = JobStatus(
+        record.key,
+        JobState(said["state"]),
+        said.get("task"),
+        attempts=said.get("attempts", 0),
+        deliveries=said.get("deliveries", 0),
+        enqueued_at=_date(said.get("enqueued_at")),
+        first_received_at=_date(said.get("first_received_at")),
+        finished_at=_date(said["finished_at"]),
+        worker=said.get("worker"),
+        last_error=said.get("error"),
+        last_error_type=said.get("error_type"),
+    )
+    return JobOutcome(status, raw[:-1] if found else None)
+
+
+def _checked(outcome: JobOutcome) -> JobOutcome:
+    """Return the outcome of a job that is done. Raise what says how any other ended."""
+    status = outcome.status
+    if status.state is JobState.CANCELLED:
+        raise RequestCancelledError(f"job {status.id} was cancelled")
+    if status.state is not JobState.DONE:
+        error, kind = status.last_error or "", status.last_error_type or ""
+        raise RequestFailedError(f"job {status.id} is {status.state}: {kind}: {error}", error=error, error_type=kind)
+    return outcome
+
+
+_STATES = {
+    MessagePlace.DELAYED: JobState.SCHEDULED,
+    MessagePlace.PENDING: JobState.PENDING,
+    MessagePlace.IN_FLIGHT: JobState.RUNNING,
+}
+
+
+def _date(seconds: float | None) -> datetime | None:
+    return datetime.fromtimestamp(seconds, UTC) if seconds else None

@@ -1,0 +1,55 @@
+"""Records: small values that a mailbox keeps beside its messages, each under a kind and a key, for a time or until deleted.
+
+The results of calls, the progress of handlers and the schedules are records. A write can depend on the version that is
+there, and messages can be sent in one step with it. So of many workers that act on one record, one does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from mainspring.errors import SerializationError
+
+MAX_RECORD: Final = 262_144
+"""The most bytes of a record's value: what each store takes, with room for what it adds."""
+RESULT: Final = "result"
+"""The kind of the record that says how a message ended; its key is the message's id."""
+PROGRESS: Final = "progress"
+"""The kind of the record that says how far a handler is; its key is the message's id."""
+RESULT_TTL: Final = "result_ttl"
+"""The header of a message that asks for its end to be kept as a record, and says for how many seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A value as the store has it. ``version`` is new at each write, and is never used twice in a mailbox."""
+
+    kind: str
+    key: str
+    value: bytes
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecordWrite:
+    """A change of one record.
+
+    :param value: the value from now on; None deletes the record.
+    :param expires_in: seconds after which the record is deleted; None: never.
+    :param if_version: the version that must be there for the write to take place. 0: there must be none. None: any, or none.
+    """
+
+    kind: str
+    key: str
+    value: bytes | None
+    expires_in: float | None = None
+    if_version: int | None = None
+
+
+def check_size(what: str, value: bytes) -> None:
+    """Raise :class:`SerializationError` if ``value`` is larger than a record may be."""
+    if len(value) > MAX_RECORD:
+        raise SerializationError(
+            f"{what} is {len(value):,} bytes of JSON, and at most {MAX_RECORD:,} are kept; keep it elsewhere, and return where"
+        )

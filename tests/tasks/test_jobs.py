@@ -1,0 +1,324 @@
+"""Jobs: where a call is, how far it is, what it returned, and moving it, all by its id."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+
+import anyio
+import pytest
+
+from mainspring import (
+    CancelOutcome,
+    Context,
+    DeadLetterPolicy,
+    InMemoryMailbox,
+    JobProgress,
+    JobState,
+    LoopGroup,
+    ReplyError,
+    RequestCancelledError,
+    RequestFailedError,
+    RequestTimeoutError,
+    RetryPolicy,
+    Tasks,
+)
+from mainspring.errors import InvalidParameterError, JobNotFoundError, JobRunningError
+from mainspring.testing import VirtualClock, run_virtual
+from stores import KINDS, on
+
+pytestmark = pytest.mark.anyio
+
+EVERYWHERE = on(*KINDS)
+HOUR = 3_600
+
+
+@dataclass
+class Receipt:
+    to: str
+    length: int
+
+
+def group_of(tasks, **options):
+    return LoopGroup([tasks.loop(**options)], guardian=False)
+
+
+def lacks(tasks, *needs):
+    missing = [need for need in needs if not getattr(tasks.mailbox.capabilities, need)]
+    if missing:
+        pytest.skip(f"{tasks.mailbox!r} has not the capability {missing[0]}")
+
+
+async def refused(tasks, job_id):
+    """The job of that id is not known."""
+    with pytest.raises(JobNotFoundError, match=job_id):
+        await tasks.job(job_id).status()
+
+
+# ------------------------------------------------------------------------------------------------------------- every store
+
+
+@EVERYWHERE
+async def test_a_result_is_kept_and_read_by_its_id_in_another_place(store):
+    url = store.url()
+    tasks, asking = Tasks(url), Tasks(url)
+    lacks(tasks, "records", "lookup")
+
+    @tasks.task(result_ttl=HOUR)
+    async def measure(to: str) -> Receipt:
+        return Receipt(to, len(to))
+
+    async with asking, group_of(tasks):
+        job = await measure.send("ann")
+        assert await job.result(timeout=20) == Receipt("ann", 3)
+        assert await asking.job(job.id).result(timeout=20) == {"to": "ann", "length": 3}
+        status = await asking.job(job.id).status()
+    assert (status.state, status.task, status.attempts, status.deliveries) == (JobState.DONE, "measure", 1, 1)
+    assert status.worker
+    assert abs((status.finished_at - status.enqueued_at).total_seconds()) < 20
+
+
+@EVERYWHERE
+async def test_a_job_is_seen_wherever_it_is(store):
+    tasks = Tasks(store.url(), dead_letter=DeadLetterPolicy(max_attempts=1))
+    lacks(tasks, "records", "lookup")
+    begun, end = anyio.Event(), anyio.Event()
+
+    @tasks.task
+    async def work(fails: bool) -> None:
+        begun.set()
+        await end.wait()
+        if fails:
+            raise ValueError("no such address")
+
+    async with tasks:
+        late, first = await work.send_at(datetime.now(UTC) + timedelta(hours=1), fails=False), await work.send(fails=True)
+        status = await late.status()
+        assert (status.state, status.task, status.attempts) == (JobState.SCHEDULED, "work", 0)
+        assert abs((status.due_at - datetime.now(UTC)).total_seconds() - HOUR) < 30
+        assert (await first.status()).state is JobState.PENDING
+        async with group_of(tasks):
+            with anyio.fail_after(20):
+                await begun.wait()
+            assert (await first.status()).state is JobState.RUNNING
+            end.set()
+            with pytest.raises(RequestFailedError, match="ValueError: no such address"):
+                await first.result(timeout=20)
+            status = await first.status()
+            assert (status.state, status.last_error, status.attempts) == (JobState.DEAD, "no such address", 1)
+            done = await work.send(fails=False)
+            with pytest.raises(JobNotFoundError, match="result_ttl"):
+                await done.result(timeout=20)
+            assert await late.cancel() is CancelOutcome.REMOVED
+            await refused(tasks, late.id)
+
+
+@EVERYWHERE
+async def test_the_end_of_a_call_that_was_cancelled_or_answered_with_an_error_is_kept(store):
+    tasks = Tasks(store.url())
+    lacks(tasks, "records", "lookup")
+    begun = anyio.Event()
+
+    @tasks.task(result_ttl=HOUR)
+    async def work(answers: bool) -> None:
+        if answers:
+            raise ReplyError("not found")
+        begun.set()
+        await anyio.sleep_forever()
+
+    async with group_of(tasks):
+        held = await work.send(answers=False)
+        with anyio.fail_after(20):
+            await begun.wait()
+        await held.cancel()
+        with pytest.raises(RequestCancelledError, match="was cancelled"):
+            await held.result(timeout=20)
+        assert (await held.status()).state is JobState.CANCELLED
+        answered = await work.send(answers=True)
+        with pytest.raises(RequestFailedError, match="not found"):
+            await answered.result(timeout=20)
+        assert (await answered.status()).state is JobState.FAILED
+
+
+@EVERYWHERE
+async def test_a_job_is_rescheduled_and_run_now(store):
+    tasks = Tasks(store.url(), dead_letter=DeadLetterPolicy(max_attempts=1))
+    lacks(tasks, "records", "lookup", "reschedule")
+    healthy = False
+
+    @tasks.task(result_ttl=HOUR)
+    async def work() -> str:
+        if not healthy:
+            raise ValueError("ill")
+        return "well"
+
+    async with tasks:
+        job = await work.send()
+        await job.reschedule(timedelta(hours=1))
+        assert (await job.status()).state is JobState.SCHEDULED
+        await job.reschedule(datetime.now(UTC) + timedelta(hours=2))
+        assert ((await job.status()).due_at - datetime.now(UTC)).total_seconds() > 1.5 * HOUR
+        async with group_of(tasks):
+            await job.run_now()
+            with pytest.raises(RequestFailedError, match="ill"):
+                await job.result(timeout=20)
+            healthy = True
+            await job.run_now()
+            assert await job.result(timeout=20) == "well"
+        with pytest.raises(JobNotFoundError):
+            await job.run_now()
+
+
+# ------------------------------------------------------------------------------------------------------------- in memory
+
+
+async def test_a_job_that_a_worker_runs_is_not_rescheduled(anyio_backend):
+    tasks = Tasks(InMemoryMailbox())
+    begun = anyio.Event()
+
+    @tasks.task
+    async def work() -> None:
+        begun.set()
+        await anyio.sleep_forever()
+
+    async with group_of(tasks, shutdown_timeout=0):
+        job = await work.send()
+        await begun.wait()
+        with pytest.raises(JobRunningError, match="a worker runs it"):
+            await job.run_now()
+
+
+async def test_a_result_that_does_not_fit_or_is_too_large_is_a_failed_attempt(anyio_backend):
+    tasks = Tasks(InMemoryMailbox(), dead_letter=DeadLetterPolicy(max_attempts=1))
+
+    @tasks.task(result_ttl=HOUR)
+    async def work(length: int) -> str:
+        return "x" * length if length else 0  # type: ignore[return-value]
+
+    async with group_of(tasks):
+        with pytest.raises(RequestFailedError, match="at most 262,144 are kept"):
+            await (await work.send(300_000)).result(timeout=20)
+        with pytest.raises(RequestFailedError, match="SerializationError"):
+            await (await work.send(0)).result(timeout=20)
+
+
+async def test_impossible_values_are_refused(anyio_backend):
+    tasks = Tasks(InMemoryMailbox())
+
+    @tasks.task
+    async def work() -> None: ...
+
+    with pytest.raises(InvalidParameterError, match="result_ttl"):
+        work.options(result_ttl=-1)
+    async with tasks:
+        job = await work.send()
+        for when in (-1, float("nan"), timedelta(days=400), datetime(2026, 1, 1)):  # noqa: DTZ001 - that is what is refused
+            with pytest.raises(InvalidParameterError):
+                await job.reschedule(when)
+        with pytest.raises(InvalidParameterError, match="timeout"):
+            await job.result(timeout=-1)
+
+
+def test_a_result_ends_with_its_time():
+    async def main():
+        clock = VirtualClock()
+        tasks = Tasks(InMemoryMailbox())
+
+        @tasks.task
+        async def work() -> int:
+            return 1
+
+        async with group_of(tasks):
+            kept, short = await work.options(result_ttl=timedelta(hours=2)).send(), await work.options(result_ttl=60).send()
+            assert await kept.result() + await short.result() == 2
+            await anyio.sleep(60)
+            await refused(tasks, short.id)
+            assert (await kept.status()).finished_at < clock.utc_now()
+            await anyio.sleep(2 * HOUR)
+            await refused(tasks, kept.id)
+
+    run_virtual(main)
+
+
+def test_a_wait_for_a_result_ends_with_its_timeout_or_the_job():
+    async def main():
+        clock = VirtualClock()
+        tasks = Tasks(InMemoryMailbox())
+
+        @tasks.task(result_ttl=HOUR)
+        async def work() -> int:
+            await anyio.sleep(100)
+            return 1
+
+        async with group_of(tasks):
+            job = await work.send()
+            with pytest.raises(RequestTimeoutError, match="within 60 s"):
+                await job.result(timeout=60)
+            assert clock.now == pytest.approx(60)
+            assert await job.result() == 1
+            assert clock.now == pytest.approx(100)
+
+    run_virtual(main)
+
+
+def test_progress_is_seen_by_the_id_and_as_a_stream():
+    async def main():
+        tasks = Tasks(InMemoryMailbox())
+
+        @tasks.task(result_ttl=HOUR)
+        async def work(ctx: Context, seconds: int) -> None:
+            for done in range(seconds):
+                await anyio.sleep(0.25)
+                await ctx.progress(done, seconds)
+
+        async with group_of(tasks):
+            job = await work.send(40)
+            seen = [each async for each in job.progress()]
+            assert 6 <= len(seen) <= 12
+            assert seen == sorted(seen)
+            assert {each.total for each in seen} == {40}
+            quick = await work.send(2)
+            await quick.result()
+            assert await tasks.mailbox.backend.find_records("progress", [quick.id]) == []
+            other = await work.send(40)
+            await anyio.sleep(5)
+            status = await other.status()
+            assert status.state is JobState.RUNNING
+            assert isinstance(status.progress, JobProgress)
+            assert status.worker
+
+    run_virtual(main)
+
+
+def test_the_last_error_and_the_next_attempt_of_a_job_are_seen():
+    async def main():
+        tasks = Tasks(InMemoryMailbox(), retry=RetryPolicy(initial_delay=300, jitter="none"))
+
+        @tasks.task
+        async def work() -> None:
+            raise ValueError("ill")
+
+        async with group_of(tasks):
+            job = await work.send()
+            await anyio.sleep(1)
+            status = await job.status()
+            assert (status.state, status.attempts, status.last_error) == (JobState.SCHEDULED, 1, "ill")
+            assert 290 < (status.due_at - VirtualClock().utc_now()).total_seconds() <= 300
+
+    run_virtual(main)
+
+
+def test_a_call_that_expired_says_so():
+    async def main():
+        tasks = Tasks(InMemoryMailbox())
+
+        @tasks.task(expires_in=60)
+        async def work() -> None: ...
+
+        async with tasks:
+            job = await work.send()
+            with pytest.raises(RequestFailedError, match="expired"):
+                await job.result()
+            assert (await job.status()).state is JobState.EXPIRED
+
+    run_virtual(main)
