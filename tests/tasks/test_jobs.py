@@ -92,7 +92,10 @@ async def test_a_job_is_seen_wherever_it_is(store):
             raise ValueError("no such address")
 
     async with tasks:
-        late, first = await work.send_at(datetime.now(UTC) + timedelta(hours=1), fails=False), await work.send(fails=True)
+        late, first = (
+            await work.send_at(datetime.now(UTC) + timedelta(hours=1), fails=False),
+            await work.send(fails=True),
+        )
         status = await late.status()
         assert (status.state, status.task, status.attempts) == (JobState.SCHEDULED, "work", 0)
         assert abs((status.due_at - datetime.now(UTC)).total_seconds() - HOUR) < 30
@@ -212,7 +215,7 @@ async def test_impossible_values_are_refused(anyio_backend):
         work.options(result_ttl=-1)
     async with tasks:
         job = await work.send()
-        for when in (-1, float("nan"), timedelta(days=400), datetime(2026, 1, 1)):  # noqa: DTZ001 - that is what is refused
+        for when in (-1, float("nan"), timedelta(days=400), datetime(2026, 1, 1)):
             with pytest.raises(InvalidParameterError):
                 await job.reschedule(when)
         with pytest.raises(InvalidParameterError, match="timeout"):
@@ -229,7 +232,10 @@ def test_a_result_ends_with_its_time():
             return 1
 
         async with group_of(tasks):
-            kept, short = await work.options(result_ttl=timedelta(hours=2)).send(), await work.options(result_ttl=60).send()
+            kept, short = (
+                await work.options(result_ttl=timedelta(hours=2)).send(),
+                await work.options(result_ttl=60).send(),
+            )
             assert await kept.result() + await short.result() == 2
             await anyio.sleep(60)
             await refused(tasks, short.id)
