@@ -88,7 +88,7 @@ class Job(Generic[R]):
         return await self._tasks.mailbox.cancel(self.id)
 
     async def reschedule(self, when: datetime | Seconds) -> None:
-        """Let it begin at ``when``, a datetime with a time zone, or so many seconds (or a timedelta) from now.
+        """Let it begin at ``when``: a datetime with a time zone, or the seconds (or a timedelta) from now.
 
         It must wait: for its time, for its turn, or for its next attempt.
 
