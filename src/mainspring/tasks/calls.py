@@ -219,27 +219,24 @@ class CallCodec(Codec):
         """
         if isinstance(raw, Unserialized):
             return self._own(raw.body)
-        before, found, rest = raw.partition(ARGS)
-        if found and before.startswith(HEAD) and rest.endswith(b"}"):  # as `encode` writes it
-            known = self._register.get(before[len(HEAD) :].decode(errors="replace"))
+        name, rest = _beginning(raw)
+        if name is not None and rest.endswith(b"}"):  # as `encode` writes it
+            known = self._register.get(name)
             if known is not None:
                 try:
                     return TaskCall(known, known.parameters.codec.decode(rest[:-1]))
                 except NotJsonError:
                     pass  # another program may have written more behind the arguments
-        name, arguments = _parts(raw)
-        task = self._task(name)
+        written, arguments = _parts(raw)
+        task = self._task(written)
         return TaskCall(task, task.parameters.codec.decode(arguments))
 
     def task_of(self, raw: bytes | Unserialized) -> str | None:
         """Return the name of the task that is called, or None if ``raw`` is no call."""
         if isinstance(raw, Unserialized):
             return raw.body.task.name if isinstance(raw.body, TaskCall) else None
-        before, found, _ = raw.partition(ARGS)
-        if found and before.startswith(HEAD):
-            return before[len(HEAD) :].decode(errors="replace")
         try:
-            return _parts(raw)[0]
+            return _beginning(raw)[0] or _parts(raw)[0]
         except SerializationError:
             return None
 
@@ -265,6 +262,12 @@ class CallCodec(Codec):
 def head(name: str) -> bytes:
     """Return how the JSON of each call of a task begins."""
     return HEAD + name.encode() + ARGS
+
+
+def _beginning(raw: bytes) -> tuple[str | None, bytes]:
+    """Return the task's name, and the bytes from its arguments on, of a call that begins as :func:`head` writes it."""
+    before, found, rest = raw.partition(ARGS)
+    return (before[len(HEAD) :].decode(errors="replace"), rest) if found and before.startswith(HEAD) else (None, rest)
 
 
 def _parts(raw: bytes) -> tuple[str, bytes]:
