@@ -29,6 +29,7 @@ from mainspring import (
     DLQConsumer,
     Heartbeat,
     InMemoryMailbox,
+    JobStatus,
     LeasePolicy,
     LoopGroup,
     LoopThread,
@@ -438,9 +439,27 @@ def halve(number: int, *, wide: bool = False) -> float:
     return number / (2 if wide else 3)
 
 
+@tasks.task(batch=100, batch_wait=0.2)
+async def index(jobs: list[Job]) -> list[Result | ValueError]:
+    return [Result(str(len(jobs))) for _ in jobs]
+
+
+@tasks.task(batch=100)
+def remove(names: list[str]) -> None: ...
+
+
+async def batches() -> None:
+    assert_type(await index.options(result_ttl=60).send(Job(1)), SentJob[Result])
+    await remove.send("a")
+    await remove.send(["a"])  # type: ignore[arg-type]
+    await index.send("a")  # type: ignore[arg-type]
+
+
 async def calls() -> None:
     assert_type(await email.send("ann"), SentJob[Result])
     assert_type((await email.send("ann")).new, bool)
+    assert_type(await (await email.options(result_ttl=60).send("ann")).result(timeout=5), Result)
+    assert_type(await (await email.send("ann")).status(), JobStatus)
     assert_type(await email.options(delay=60, priority=5).send(to="ann", subject="Hi"), SentJob[Result])
     assert_type(await compute.send(1), SentJob[int])
     assert_type(await compute.request(1, timeout=5), int)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import sys
-from typing import TYPE_CHECKING, Any, NotRequired
+import typing
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NotRequired, Union
 
 from mainspring.core.introspection import code_of
 from mainspring.errors import ConfigError, InvalidParameterError, SerializationError, UnknownTaskError
@@ -27,12 +29,14 @@ class Parameters:
     """The parameters of a task's function: which of them are sent, and their types.
 
     The :class:`~mainspring.worker.context.Context` is not sent, nor are dependencies. Parameters that
-    have a default need not be sent: then the worker's default holds.
+    have a default need not be sent: then the worker's default holds. Of a function that takes calls in batches, the one
+    parameter is a list, and its elements are sent.
 
-    :raises ConfigError: the function takes ``*args`` or ``**kwargs``, or an annotation is missing or cannot be resolved.
+    :raises ConfigError: the function takes ``*args`` or ``**kwargs``, or an annotation is missing or cannot be resolved; or
+        a function for batches takes anything but one list.
     """
 
-    def __init__(self, name: str, fn: Callable[..., Any], names: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, fn: Callable[..., Any], names: Mapping[str, Any], *, is_batch: bool = False) -> None:
         self._name = name
         try:
             signature = inspect.signature(fn)
@@ -67,10 +71,25 @@ class Parameters:
             kind = supported(annotations.needed(each.name))
             self._types[each.name] = kind if each.default is _NO_DEFAULT else NotRequired[kind]
             sent.append(each.replace(annotation=kind))
+        if is_batch:
+            sent = [self._element(signature, sent)]
+            self.result_type = _element_of(self.result_type)
         self._signature = inspect.Signature(sent)
         self._by_position = [each.name for each in sent if each.kind is not inspect.Parameter.KEYWORD_ONLY]
         self._required = {each.name for each in sent if each.default is _NO_DEFAULT}
         self._codec: Codec | None = None
+
+    def _element(self, signature: inspect.Signature, sent: list[inspect.Parameter]) -> inspect.Parameter:
+        """Return the parameter of a function for batches as each call gives it: one element of the list."""
+        element = typing.get_args(sent[0].annotation) if len(sent) == 1 else ()
+        is_list = bool(element) and typing.get_origin(sent[0].annotation) is list
+        if not is_list or self.context is not None or sent[0].default is not _NO_DEFAULT:
+            raise ConfigError(
+                f"task {self._name}{signature}: with batch=, the function takes one list, as (jobs: list[Job]), and each call"
+                " one element of it; it has no context"
+            )
+        self._types = {sent[0].name: element[0]}
+        return sent[0].replace(annotation=element[0])
 
     @property
     def codec(self) -> Codec:
@@ -90,6 +109,11 @@ class Parameters:
     def check_types(self) -> None:
         """Raise :class:`ConfigError` if JSON cannot hold the type of a parameter."""
         _ = self.codec
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the parameters that are sent."""
+        return list(self._types)
 
     def bind(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of a call by their names, as they were given.
@@ -129,6 +153,19 @@ class Parameters:
             self._signature.bind(*args, **keywords)
         except TypeError as error:
             raise InvalidParameterError(f"task {self._name}{self._signature}: {error}") from None
+
+
+def _element_of(returned: Any) -> Any:
+    """Return the type of the result of one call, by what a function for batches returns; None where that is not said."""
+    for kind in alternatives(returned):
+        if typing.get_origin(kind) in (list, Sequence):
+            results = [one for one in alternatives(typing.get_args(kind)[0]) if not _is_error(one)]
+            return Union[tuple(results)] if results else None  # noqa: UP007 - of a list
+    return None
+
+
+def _is_error(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseException)
 
 
 def _dependencies(name: str, fn: Callable[..., Any]) -> frozenset[str]:

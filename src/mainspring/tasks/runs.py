@@ -5,8 +5,11 @@ from __future__ import annotations
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, Self
 
+import anyio
+
 from mainspring.errors import SerializationError
 from mainspring.mailbox import replies
+from mainspring.tasks.batches import Batches, OpenBatches
 from mainspring.tasks.calls import TaskCall
 from mainspring.worker.handler import Handler, Handlers, as_coroutine_function
 from mainspring.worker.middleware import wrappers_of
@@ -15,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
     from types import TracebackType
 
-    import anyio
+    from anyio.abc import TaskGroup
 
     from mainspring.mailbox.mailbox import Mailbox
     from mainspring.mailbox.message import Envelope, Message
@@ -58,6 +61,8 @@ class Pools:
         self._by_kind: dict[str, OffloadPool] = {}
         self._by_task: dict[str, OffloadPool] = {}
         self._opened = AsyncExitStack()
+        self.tasks: TaskGroup
+        """In which batches run, for as long as the loop does."""
 
     async def __aenter__(self) -> Self:
         """Open the pools of the tasks that are registered by now.
@@ -70,6 +75,7 @@ class Pools:
         async with AsyncExitStack() as opened:
             for pool in dict.fromkeys(pools.values()):
                 await opened.enter_async_context(pool)
+            self.tasks = await opened.enter_async_context(anyio.create_task_group())
             self._opened = opened.pop_all()
         self._by_task = pools
         self._tasks.loops += 1
@@ -106,6 +112,7 @@ class TaskRuns:
         self._pools = pools
         self._make = make
         self._by_task: dict[Task[..., Any], HandlerRuns] = {}
+        self._open_batches = OpenBatches(settings.concurrency)
         self._unreadable = make(as_coroutine_function(_never), settings, mailbox.reply_to)
         """Of messages that are no call of a registered task: reading the body raises before the function is called."""
 
@@ -149,7 +156,11 @@ class TaskRuns:
             wants_context=task.parameters.context is not None,
             in_thread=not task.is_async,
         )
-        call = _coroutine_of(task) if task.is_async else _offloaded(task, self._pools[task])
+        if how.batch is not None:
+            call = self._batched(task, how.batch)
+            settings = settings._replace(in_thread=False)
+        else:
+            call = _coroutine_of(task) if task.is_async else _offloaded(task, self._pools[task])
         self._by_task[task] = runs = self._make(
             call,
             settings,
@@ -159,6 +170,49 @@ class TaskRuns:
         )
         runs.cancelled = self.cancelled
         return runs
+
+    def _batched(self, task: Task[..., Any], size: int) -> Callable[[TaskCall], Coroutine[Any, Any, Any]]:
+        """Return what lets a call join a batch of its task."""
+        batches = Batches(
+            task.name,
+            _of_many(task, None if task.is_async else self._pools[task]),
+            size=size,
+            wait=task.handling.batch_wait,
+            tasks=self._pools.tasks,
+            open_batches=self._open_batches,
+        )
+        return lambda call: batches.join(*call.arguments.values())
+
+
+def _of_many(task: Task[..., Any], pool: OffloadPool | None) -> Callable[[list[Any]], Coroutine[Any, Any, Any]]:
+    """Return what runs the function of a task for the arguments of several calls."""
+    (name,) = task.parameters.names
+
+    async def run(items: list[Any]) -> Any:
+        if not task.parameters.dependencies:
+            return await call({name: items})
+        from mainspring.tasks.dependencies import provided
+
+        async with provided(task.fn, {name: items}) as arguments:
+            return await call(arguments)
+
+    async def call(arguments: dict[str, Any]) -> Any:
+        if pool is None:
+            return await task.fn(**arguments)
+        return await pool.run_to_the_end(_PlainBatch(task), arguments)
+
+    return run
+
+
+class _PlainBatch:
+    """What a pool calls for several calls of a task: pickled, it names the task."""
+
+    def __init__(self, task: Task[..., Any]) -> None:
+        self._task = task
+        self.__qualname__ = task.name
+
+    def __call__(self, arguments: dict[str, Any]) -> Any:
+        return self._task.fn(**arguments)
 
 
 def _arguments(task: Task[..., Any], call: TaskCall, context: tuple[Any, ...]) -> dict[str, Any]:

@@ -40,6 +40,10 @@ Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 """The positional and the named arguments of a call."""
 
 
+BATCH_WAIT = 0.5
+"""Seconds that a batch waits for more calls, where nothing else is said."""
+
+
 @dataclass(frozen=True)
 class TaskOptions:
     """How the calls of a task are handled; see :meth:`Tasks.task`."""
@@ -49,6 +53,8 @@ class TaskOptions:
     timeout: float | None = None
     offload: str | OffloadPool | None = None
     middleware: tuple[Middleware, ...] = ()
+    batch: int | None = None
+    batch_wait: float = BATCH_WAIT
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,11 @@ from mainspring.mailbox.codec import Codec
 from mainspring.mailbox.limits import check_send
 from mainspring.mailbox.mailbox import Mailbox
 from mainspring.mailbox.open import open_mailbox
+from mainspring.tasks.batches import check_batch
 from mainspring.tasks.calls import CallCodec, Parameters
 from mainspring.tasks.job import Job
 from mainspring.tasks.runs import TaskHandlers
-from mainspring.tasks.task import SendOptions, Task, TaskOptions
+from mainspring.tasks.task import BATCH_WAIT, SendOptions, Task, TaskOptions
 from mainspring.validation import as_seconds
 from mainspring.worker.handler import check_offload
 from mainspring.worker.main_loop import MainLoop, check_handling
@@ -53,6 +54,17 @@ class _Decorator(Protocol):
     def __call__(self, fn: Callable[Concatenate[Context[X], P], R], /) -> Task[P, R]: ...
     @overload
     def __call__(self, fn: Callable[P, R], /) -> Task[P, R]: ...
+
+
+class _BatchDecorator(Protocol):
+    """What ``@tasks.task(batch=…)`` returns: it takes the function."""
+
+    @overload
+    def __call__(
+        self, fn: Callable[[list[X]], Coroutine[Any, Any, Sequence[R | BaseException] | None]], /
+    ) -> Task[[X], R]: ...
+    @overload
+    def __call__(self, fn: Callable[[list[X]], Sequence[R | BaseException] | None], /) -> Task[[X], R]: ...
 
 
 class Tasks:
@@ -123,6 +135,24 @@ class Tasks:
         offload: Literal["thread", "process"] | OffloadPool | None = None,
         middleware: Sequence[Middleware] = (),
     ) -> _Decorator: ...
+    @overload
+    def task(
+        self,
+        /,
+        *,
+        batch: int,
+        batch_wait: float = BATCH_WAIT,
+        name: str | None = None,
+        retry: RetryPolicy | None = None,
+        dead_letter: DeadLetterPolicy | None = None,
+        timeout: float | None = None,
+        priority: int = 0,
+        unique: bool = False,
+        result_ttl: Seconds = 0,
+        expires_in: Seconds | None = None,
+        offload: Literal["thread", "process"] | OffloadPool | None = None,
+        middleware: Sequence[Middleware] = (),
+    ) -> _BatchDecorator: ...
 
     def task(
         self,
@@ -139,6 +169,8 @@ class Tasks:
         expires_in: Seconds | None = None,
         offload: Literal["thread", "process"] | OffloadPool | None = None,
         middleware: Sequence[Middleware] = (),
+        batch: int | None = None,
+        batch_wait: float = BATCH_WAIT,
     ) -> Any:
         """Register a function: ``@tasks.task``, or ``@tasks.task(timeout=60)``. Return it as a :class:`Task`.
 
@@ -157,11 +189,16 @@ class Tasks:
         :param expires_in: seconds, or a timedelta, after which a call that has not begun goes to the dead letters.
         :param offload: where a plain function runs: ``"thread"``, ``"process"``, or an :class:`OffloadPool`.
         :param middleware: what runs around each send and each run of this task, inside of that of the ``Tasks``.
+        :param batch: the function takes up to that many calls at once, as a list: ``(docs: list[Doc])``; each sends one.
+            It returns None if all are done, or a list with a result or an exception for each; what it raises holds for
+            all. Each call is settled, and tried again, by itself. A batch is no larger than the loop's ``concurrency``.
+        :param batch_wait: seconds that a batch waits for more calls, from its first one on.
         :raises ConfigError: the name is taken, a parameter cannot be sent, a value is impossible, or a loop runs already.
         """
         caller = sys._getframe(1)  # noqa: SLF001 - annotations may name classes local to the calling function
         names = {**caller.f_globals, **caller.f_locals}
-        handling = TaskOptions(retry, dead_letter, timeout, offload, checked(middleware, "task"))
+        around = checked(middleware, "task")
+        handling = TaskOptions(retry, dead_letter, timeout, offload, around, batch, batch_wait)
         sending = SendOptions(priority=priority, unique=unique, result_ttl=result_ttl, expires_in=expires_in)
         if fn is not None:
             return self._register(fn, name, handling, sending, names)
@@ -191,7 +228,9 @@ class Tasks:
             raise ConfigError(f"task {name!r}: a loop of {self.name!r} runs already; register tasks before")
         check_handling(f"task {name}", "timeout", handling.timeout, handling.retry, handling.dead_letter)
         check_send(0.0, None, sending.priority, None, as_seconds(sending.expires_in))
-        task: Task[..., Any] = Task(self, name, fn, Parameters(name, fn, names), handling, sending)
+        check_batch(name, handling.batch, handling.batch_wait)
+        parameters = Parameters(name, fn, names, is_batch=handling.batch is not None)
+        task: Task[..., Any] = Task(self, name, fn, parameters, handling, sending)
         check_offload(f"task {name}", handling.offload, is_async=task.is_async)
         self.registered[name] = task
         return task
