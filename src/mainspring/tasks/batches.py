@@ -1,7 +1,7 @@
 """Tasks whose function takes several calls at once.
 
 Each call is a message of its own, in a slot of its own, with its own lease, timeout, retries and settlement. What its slot
-runs is :meth:`Batches.join`: it adds the call to the open batch, and waits until the function has run. A batch is closed when
+runs is :meth:`CallBatches.join`: it adds the call to the open batch, and waits until the function has run. A batch is closed when
 it is full, when ``batch_wait`` is over, or when every slot of the loop waits for a batch: none could join it then. The function
 runs in a task of the loop, not in a slot: so a call that is cancelled or lost ends alone. When the last one has left, the
 function is cancelled.
@@ -27,7 +27,7 @@ CLEAN_UP = 5.0
 """Seconds for which the last call that leaves a batch waits until the cancelled function has ended."""
 
 
-class Batch:
+class CallBatch:
     """The calls that one run of the function is for."""
 
     def __init__(self) -> None:
@@ -47,13 +47,13 @@ class OpenBatches:
 
     def __init__(self, slots: int) -> None:
         self._slots = slots
-        self._open: set[Batch] = set()
+        self._open: set[CallBatch] = set()
 
-    def add(self, batch: Batch) -> None:
+    def add(self, batch: CallBatch) -> None:
         """Note a batch that calls may join."""
         self._open.add(batch)
 
-    def close(self, batch: Batch) -> None:
+    def close(self, batch: CallBatch) -> None:
         """Let the function run for ``batch`` (idempotent)."""
         self._open.discard(batch)
         batch.closed.set()
@@ -65,7 +65,7 @@ class OpenBatches:
                 self.close(batch)
 
 
-class Batches:
+class CallBatches:
     """The batches of one task in one run of a loop.
 
     :param call: runs the function for a list of arguments.
@@ -88,7 +88,7 @@ class Batches:
         self._wait = wait
         self._tasks = tasks
         self._open_batches = open_batches
-        self._open: Batch | None = None
+        self._open: CallBatch | None = None
         self._numbers = 0
 
     async def join(self, item: Any) -> Any:
@@ -98,7 +98,7 @@ class Batches:
         """
         batch = self._open
         if batch is None or batch.closed.is_set():
-            self._open = batch = Batch()
+            self._open = batch = CallBatch()
             self._open_batches.add(batch)
             self._tasks.start_soon(self._run, batch, name=f"batch of {self._name}")
         self._numbers += 1
@@ -120,7 +120,7 @@ class Batches:
             raise result
         return result
 
-    async def _leave(self, batch: Batch, number: int) -> None:
+    async def _leave(self, batch: CallBatch, number: int) -> None:
         batch.waiting -= 1
         if not batch.closed.is_set():
             del batch.items[number]
@@ -130,7 +130,7 @@ class Batches:
             with anyio.move_on_after(CLEAN_UP, shield=True):
                 await batch.ended.wait()
 
-    async def _run(self, batch: Batch) -> None:
+    async def _run(self, batch: CallBatch) -> None:
         try:
             with batch.scope:
                 with anyio.move_on_after(self._wait):
@@ -143,7 +143,7 @@ class Batches:
                 batch.error = TaskExitError(f"task {self._name}: its batch was cancelled")
             batch.ended.set()
 
-    async def _run_function(self, batch: Batch) -> None:
+    async def _run_function(self, batch: CallBatch) -> None:
         try:
             returned = await self._call(list(batch.items.values()))
             batch.results = dict(zip(batch.items, self._checked(returned, len(batch.items)), strict=True))

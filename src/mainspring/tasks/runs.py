@@ -9,7 +9,7 @@ import anyio
 
 from mainspring.errors import SerializationError
 from mainspring.mailbox import replies
-from mainspring.tasks.batches import Batches, OpenBatches
+from mainspring.tasks.batches import CallBatches, OpenBatches
 from mainspring.tasks.calls import TaskCall
 from mainspring.worker.handler import Handler, Handlers, as_coroutine_function
 from mainspring.worker.middleware import wrappers_of
@@ -173,7 +173,7 @@ class TaskRuns:
 
     def _batched(self, task: Task[..., Any], size: int) -> Callable[[TaskCall], Coroutine[Any, Any, Any]]:
         """Return what lets a call join a batch of its task."""
-        batches = Batches(
+        batches = CallBatches(
             task.name,
             _of_many(task, None if task.is_async else self._pools[task]),
             size=size,
