@@ -1,8 +1,8 @@
 """Tasks whose function takes several calls at once.
 
-Each call is a message of its own, in a slot of its own, with its own lease, timeout, retries and settlement. What its slot
-runs is :meth:`CallBatches.join`: it adds the call to the open batch, and waits until the function has run. A batch is closed when
-it is full, when ``batch_wait`` is over, or when every slot of the loop waits for a batch: none could join it then. The function
+Each call is a message of its own, in a slot of its own, with its own lease, timeout, retries and settlement. Its slot runs
+:meth:`CallBatches.join`, which adds the call to the open batch and waits until the function has run. A batch is closed when it
+is full, when ``batch_wait`` is over, or when every slot of the loop waits for a batch: none could join it then. The function
 runs in a task of the loop, not in a slot: so a call that is cancelled or lost ends alone. When the last one has left, the
 function is cancelled.
 """
