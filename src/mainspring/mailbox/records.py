@@ -51,5 +51,5 @@ def check_size(what: str, value: bytes) -> None:
     """Raise :class:`SerializationError` if ``value`` is larger than a record may be."""
     if len(value) > MAX_RECORD:
         raise SerializationError(
-            f"{what} is {len(value):,} bytes of JSON, and at most {MAX_RECORD:,} are kept; keep it elsewhere, and return where"
+            f"{what} is {len(value):,} bytes of JSON, and at most {MAX_RECORD:,} are kept; keep it elsewhere, and say where"
         )

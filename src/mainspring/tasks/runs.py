@@ -11,6 +11,7 @@ from mainspring.errors import SerializationError
 from mainspring.mailbox import replies
 from mainspring.tasks.batches import CallBatches, OpenBatches
 from mainspring.tasks.calls import TaskCall
+from mainspring.tasks.unique import latest_call
 from mainspring.worker.handler import Handler, Handlers, as_coroutine_function
 from mainspring.worker.middleware import wrappers_of
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from mainspring.offload.pool import OffloadPool
     from mainspring.tasks.task import Task
     from mainspring.tasks.tasks import Tasks
-    from mainspring.worker.delivery import Delivery, HandlerRuns
+    from mainspring.worker.delivery import Delivery, HandlerRuns, Wrapper
     from mainspring.worker.outcome import Decision
     from mainspring.worker.settings import WorkerSettings
 
@@ -165,11 +166,17 @@ class TaskRuns:
             call,
             settings,
             _replier(task),
-            inner=wrappers_of(how.middleware),
+            inner=self._inner(task),
             encode_result=task.encode_result,
         )
         runs.cancelled = self.cancelled
         return runs
+
+    @staticmethod
+    def _inner(task: Task[..., Any]) -> tuple[Wrapper, ...]:
+        """Return what runs around the function of a task, the innermost first."""
+        middleware = wrappers_of(task.handling.middleware)
+        return middleware if task.handling.debounce is None else (latest_call(task), *middleware)
 
     def _batched(self, task: Task[..., Any], size: int) -> Callable[[TaskCall], Coroutine[Any, Any, Any]]:
         """Return what lets a call join a batch of its task."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -20,6 +18,7 @@ from mainspring.mailbox.sync import ThreadConnection
 from mainspring.runtime.deadline import inherited
 from mainspring.tasks.calls import OutgoingCall, Parameters, TaskCall, head
 from mainspring.tasks.job import Job
+from mainspring.tasks.unique import DEBOUNCE, check_unique, key_of, send_debounced, send_once
 from mainspring.validation import MAX_DELAY, as_seconds
 from mainspring.worker.middleware import overriding
 
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from mainspring.policies import DeadLetterPolicy, RetryPolicy
     from mainspring.runtime.deadline import Deadline, Inherited
     from mainspring.tasks.tasks import Tasks
+    from mainspring.tasks.unique import Debounce, Key, Unique
     from mainspring.validation import Seconds
     from mainspring.worker.middleware import Middleware
 
@@ -55,11 +55,13 @@ class TaskOptions:
     middleware: tuple[Middleware, ...] = ()
     batch: int | None = None
     batch_wait: float = BATCH_WAIT
+    key: Key | None = None
+    debounce: Debounce | None = None
 
 
 @dataclass(frozen=True)
 class SendOptions:
-    """How a call is sent: what :meth:`Mailbox.send` takes, and ``unique``."""
+    """How a call is sent: what :meth:`Mailbox.send` takes, and what is kept of it."""
 
     delay: Seconds = 0
     at: datetime | None = None
@@ -68,13 +70,13 @@ class SendOptions:
     expires_in: Seconds | None = None
     deadline: Deadline | Inherited | None = "inherit"
     dedup_key: str | None = None
-    unique: bool = False
+    key: str | None = None
+    unique: Unique = False
     result_ttl: Seconds = 0
     connection: Any = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.unique, bool):
-            raise InvalidParameterError(f"unique must be True or False, not {self.unique!r}")
+        check_unique(self.unique)
         check_seconds("result_ttl", as_seconds(self.result_ttl), MAX_DELAY)
 
     @property
@@ -111,10 +113,9 @@ class Task(Generic[P, R]):
         self.fn = fn
         self.parameters = parameters
         self.handling = options
-        if sending.result_ttl and not tasks.mailbox.capabilities.records:
-            raise ConfigError(
-                f"task {name}: result_ttl needs a mailbox that keeps records (Capabilities.records), not {tasks.mailbox!r}"
-            )
+        self.stands_for_key = options.debounce is not None or not isinstance(sending.unique, bool)
+        """True if a record says which call stands for a key."""
+        self._check_capabilities(sending)
         self.sending = USUAL if sending == USUAL else sending
         self._headers = sending.own_headers
         self.head = head(name)
@@ -151,7 +152,8 @@ class Task(Generic[P, R]):
         expires_in: Seconds | None = None,
         deadline: Deadline | Inherited | None = "inherit",
         dedup_key: str | None = None,
-        unique: bool | None = None,
+        key: str | None = None,
+        unique: Unique | None = None,
         result_ttl: Seconds | None = None,
         connection: Any = None,
     ) -> Task[P, R]:
@@ -164,14 +166,15 @@ class Task(Generic[P, R]):
         :param expires_in: seconds, or a timedelta, after which it goes to the dead letters, unless a worker holds it.
         :param deadline: the instant by which it must be done; by default that of the code that sends it.
         :param dedup_key: while a call with this key is unfinished, another one is not sent: ``job.new`` is False then.
-        :param unique: True: as ``dedup_key``, with a key made of the task and its arguments.
+        :param key: what ``unique`` and ``debounce`` go by, instead of what the task says.
+        :param unique: for how long a second call with the same key is not sent, as for :meth:`Tasks.task`.
         :param result_ttl: seconds, or a timedelta (0 to 366 days), for which the end of the call is kept, for
             :meth:`Job.result` and :meth:`Job.status`; 0: it is not.
         :param connection: of a mailbox with ``Capabilities.transactions``: the connection whose transaction the call joins.
         """
         given: dict[str, Any] = {
             "delay": delay, "at": at, "priority": priority, "headers": headers, "expires_in": expires_in,
-            "dedup_key": dedup_key, "unique": unique, "result_ttl": result_ttl, "connection": connection,
+            "dedup_key": dedup_key, "key": key, "unique": unique, "result_ttl": result_ttl, "connection": connection,
         }  # fmt: skip
         changed = {name: value for name, value in given.items() if value is not None}
         if deadline != "inherit":
@@ -182,7 +185,7 @@ class Task(Generic[P, R]):
 
     async def send(self, *args: P.args, **keywords: P.kwargs) -> Job[R]:
         """Send one call. Return its job once the message is as durable as the mailbox makes it."""
-        if self.senders:
+        if self.senders or self.stands_for_key:
             return (await self.send_calls([(args, keywords)]))[0]
         envelope = self._prepare(self.parameters.bind(args, keywords), self._headers)
         stored = await self.tasks.mailbox.send_prepared([envelope], connection=self.sending.connection)
@@ -193,7 +196,10 @@ class Task(Generic[P, R]):
         return await self.options(at=at).send(*args, **keywords)
 
     async def send_many(self, calls: Iterable[tuple[Any, ...] | Mapping[str, Any]]) -> list[Job[R]]:
-        """Send calls, all or none, in order: each a tuple of positional arguments, or a mapping of named ones."""
+        """Send calls, all or none, in order: each a tuple of positional arguments, or a mapping of named ones.
+
+        With ``debounce``, or a ``unique`` other than True, each is sent by itself.
+        """
         return await self.send_calls(list(self.arguments_of(calls)))
 
     async def request(self, *args: Any, timeout: float = 30.0, **keywords: Any) -> R:
@@ -203,7 +209,8 @@ class Task(Generic[P, R]):
         :raises RequestTimeoutError: there is no result yet; the call is cancelled.
         :raises RequestFailedError: the call was dead-lettered, or answered with :class:`ReplyError`.
         :raises ReplyNotAvailableError: the mailbox is not open with ``async with``, nor under a running loop.
-        :raises ConfigError: the options have a ``dedup_key`` or ``unique``: a result goes to one requester; or ``connection``.
+        :raises ConfigError: the options have a ``dedup_key``, ``unique`` or ``debounce``: a result goes to one requester; or
+            ``connection``.
         """
         call = OutgoingCall(self, self.parameters.bind(args, keywords), self._headers)
         async with self._entered([call]):
@@ -256,7 +263,18 @@ class Task(Generic[P, R]):
         outgoing = [OutgoingCall(self, self.parameters.bind(*each), self._headers) for each in calls]
         async with self._entered(outgoing):
             envelopes = [self._prepare(call.arguments, call.headers) for call in outgoing]
+            if self.stands_for_key:
+                each = zip(outgoing, envelopes, strict=True)
+                return envelopes, [await self._send_by_key(call.arguments, envelope) for call, envelope in each]
             return envelopes, await self.tasks.mailbox.send_prepared(envelopes, connection=connection)
+
+    async def _send_by_key(self, arguments: dict[str, Any], envelope: Envelope) -> str:
+        """Send a call unless another stands for its key. Return the id of the one that does."""
+        key, debounce = key_of(self, TaskCall(self, arguments)), self.handling.debounce
+        if debounce is None:
+            return await send_once(self, envelope, key)
+        envelope.headers = {**envelope.headers, DEBOUNCE: key}
+        return await send_debounced(self, envelope, self.encode(arguments), key, debounce)
 
     def jobs(self, envelopes: list[Envelope], stored: list[str]) -> list[Job[R]]:
         """Return the jobs of messages that are in the store under these ids."""
@@ -291,18 +309,34 @@ class Task(Generic[P, R]):
                 )
 
     def _dedup_key(self, call: TaskCall) -> str | None:
-        if not self.sending.unique or self.sending.dedup_key is not None:
+        if self.sending.unique is not True or self.sending.dedup_key is not None:
             return self.sending.dedup_key
-        arguments = json.loads(self.parameters.encode(call.arguments))
-        in_one_order = json.dumps(arguments, sort_keys=True).encode()
-        return f"{self.name}:{hashlib.sha256(in_one_order).hexdigest()}"
+        return key_of(self, call)
+
+    def _check_capabilities(self, how: SendOptions) -> None:
+        option = "result_ttl" if how.result_ttl else "unique" if not isinstance(how.unique, bool) else "debounce"
+        needs = ("records", "lookup") if self.stands_for_key else ("records",) if how.result_ttl else ()
+        for need in needs:
+            if not getattr(self.tasks.mailbox.capabilities, need):
+                raise ConfigError(
+                    f"task {self.name}: {option} needs a mailbox with Capabilities.{need}, not {self.tasks.mailbox!r}"
+                )
+        if self.stands_for_key and (how.connection is not None or how.dedup_key is not None):
+            raise ConfigError(
+                f"task {self.name}: {option} takes no connection= or dedup_key=; leave them out, or use unique=True"
+            )
+        if self.handling.debounce is not None and (how.unique or how.delay or how.at is not None):
+            raise ConfigError(
+                f"task {self.name}: debounce takes no unique, delay or at: it says itself when the call runs"
+            )
 
     def _asked(self) -> dict[str, Any]:
         """Return the options of a request."""
         how = self.sending
-        if how.unique or how.dedup_key is not None or how.connection is not None:
+        if how.unique or how.dedup_key is not None or how.connection is not None or self.handling.debounce is not None:
             raise ConfigError(
-                f"task {self.name}: a request takes no unique, dedup_key or connection, as its result goes to one requester"
+                f"task {self.name}: a request takes no unique, debounce, dedup_key or connection, as its result goes to one"
+                " requester"
             )
         return {
             "delay": how.delay, "at": how.at, "priority": how.priority, "expires_in": how.expires_in,

@@ -17,6 +17,7 @@ from mainspring.tasks.calls import CallCodec, Parameters
 from mainspring.tasks.job import Job
 from mainspring.tasks.runs import TaskHandlers
 from mainspring.tasks.task import BATCH_WAIT, SendOptions, Task, TaskOptions
+from mainspring.tasks.unique import Debounce, check_key
 from mainspring.validation import as_seconds
 from mainspring.worker.handler import check_offload
 from mainspring.worker.main_loop import MainLoop, check_handling
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from mainspring.mailbox.sync import SyncMailbox
     from mainspring.offload.pool import OffloadPool
     from mainspring.policies import DeadLetterPolicy, LeasePolicy, RetryPolicy
+    from mainspring.tasks.unique import Key, Unique
     from mainspring.validation import Seconds
     from mainspring.worker.context import Context
     from mainspring.worker.middleware import Middleware
@@ -129,7 +131,9 @@ class Tasks:
         dead_letter: DeadLetterPolicy | None = None,
         timeout: float | None = None,
         priority: int = 0,
-        unique: bool = False,
+        key: Key | None = None,
+        unique: Unique = False,
+        debounce: Seconds | tuple[Seconds, Seconds] | None = None,
         result_ttl: Seconds = 0,
         expires_in: Seconds | None = None,
         offload: Literal["thread", "process"] | OffloadPool | None = None,
@@ -147,7 +151,9 @@ class Tasks:
         dead_letter: DeadLetterPolicy | None = None,
         timeout: float | None = None,
         priority: int = 0,
-        unique: bool = False,
+        key: Key | None = None,
+        unique: Unique = False,
+        debounce: Seconds | tuple[Seconds, Seconds] | None = None,
         result_ttl: Seconds = 0,
         expires_in: Seconds | None = None,
         offload: Literal["thread", "process"] | OffloadPool | None = None,
@@ -164,7 +170,9 @@ class Tasks:
         dead_letter: DeadLetterPolicy | None = None,
         timeout: float | None = None,
         priority: int = 0,
-        unique: bool = False,
+        key: Key | None = None,
+        unique: Unique = False,
+        debounce: Seconds | tuple[Seconds, Seconds] | None = None,
         result_ttl: Seconds = 0,
         expires_in: Seconds | None = None,
         offload: Literal["thread", "process"] | OffloadPool | None = None,
@@ -183,7 +191,12 @@ class Tasks:
         :param dead_letter: when a call is given up.
         :param timeout: seconds after which the function is cancelled, as a failed attempt.
         :param priority: of its calls: higher is begun sooner.
-        :param unique: True: while a call with the same arguments is unfinished, another one is not sent.
+        :param key: what makes two calls the same for ``unique`` and ``debounce``: the name of a parameter, or a function of the
+            arguments. By default all arguments do.
+        :param unique: a second call with the same key is not sent, and its job is that of the first: True: while the first is
+            unfinished; ``"pending"``: until the first has begun; seconds, or a timedelta: for that long after its send.
+        :param debounce: seconds, or a timedelta, for which a call waits. If another with its key is sent meanwhile, it waits
+            anew, and of both the later is run: at most ten times as long in all, or ``(seconds, most seconds)``.
         :param result_ttl: seconds, or a timedelta (0 to 366 days), for which the end of a call is kept: what it returned, or
             that it was cancelled. 0: it is not kept.
         :param expires_in: seconds, or a timedelta, after which a call that has not begun goes to the dead letters.
@@ -198,7 +211,9 @@ class Tasks:
         caller = sys._getframe(1)  # noqa: SLF001 - annotations may name classes local to the calling function
         names = {**caller.f_globals, **caller.f_locals}
         around = checked(middleware, "task")
-        handling = TaskOptions(retry, dead_letter, timeout, offload, around, batch, batch_wait)
+        handling = TaskOptions(
+            retry, dead_letter, timeout, offload, around, batch, batch_wait, key, Debounce.of(name or "", debounce)
+        )
         sending = SendOptions(priority=priority, unique=unique, result_ttl=result_ttl, expires_in=expires_in)
         if fn is not None:
             return self._register(fn, name, handling, sending, names)
@@ -230,6 +245,7 @@ class Tasks:
         check_send(0.0, None, sending.priority, None, as_seconds(sending.expires_in))
         check_batch(name, handling.batch, handling.batch_wait)
         parameters = Parameters(name, fn, names, is_batch=handling.batch is not None)
+        check_key(name, handling.key, parameters.names)
         task: Task[..., Any] = Task(self, name, fn, parameters, handling, sending)
         check_offload(f"task {name}", handling.offload, is_async=task.is_async)
         self.registered[name] = task
