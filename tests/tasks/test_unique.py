@@ -198,7 +198,9 @@ def test_an_update_while_the_function_runs_is_run_afterwards():
 def test_a_failed_run_is_tried_again_with_the_latest_call():
     async def main():
         tasks = Tasks(
-            InMemoryMailbox(), retry=RetryPolicy(initial_delay=60, jitter="none"), dead_letter=DeadLetterPolicy(max_attempts=2)
+            InMemoryMailbox(),
+            retry=RetryPolicy(initial_delay=60, jitter="none"),
+            dead_letter=DeadLetterPolicy(max_attempts=2),
         )
         runs = []
 
