@@ -192,14 +192,79 @@ def test_a_foreign_event_loop_is_noticed(pytester: pytest.Pytester) -> None:
         """
         import pytest
 
-        @pytest.mark.parametrize("anyio_backend", ["asyncio"])
+        @pytest.mark.parametrize("anyio_backend", [("asyncio", {"use_uvloop": True}), "curio"])
         async def test_two_minds(virtual_clock, anyio_backend):
             pass
         """
     )
     result = run(pytester)
-    assert result.ret != 0
-    result.stdout.fnmatch_lines_random(["*leave anyio_backend out*"])
+    result.assert_outcomes(errors=2)
+    result.stdout.fnmatch_lines_random(["*runs on trio or on asyncio's own event loop, not on 'curio'*"])
+
+
+@pytest.mark.slow
+def test_a_mark_chooses_the_event_loops(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import asyncio, anyio, pytest
+
+        @pytest.fixture
+        async def opened(virtual_clock):
+            await anyio.sleep(100)
+            yield "opened"
+            await anyio.sleep(100)
+
+        @pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"])
+        async def test_on_each(opened, virtual_clock, anyio_backend_name):
+            await anyio.sleep(3600)
+            assert virtual_clock.now == anyio.current_time() == 3700
+            with virtual_clock.hold():
+                await anyio.to_thread.run_sync(int)
+            await virtual_clock.advance(5)
+            assert virtual_clock.now == 3705
+
+        @pytest.mark.parametrize("anyio_backend", [("asyncio", {"debug": True})])
+        class TestOnAsyncio:
+            async def test_with_options(self, virtual_clock):
+                assert asyncio.get_running_loop().get_debug()
+                await asyncio.wait_for(asyncio.sleep(3600), 4000)
+                assert virtual_clock.now == asyncio.get_running_loop().time() == 3600
+
+            async def test_afresh(self, virtual_clock):
+                assert virtual_clock.now == 0
+
+        @pytest.mark.parametrize("anyio_backend", ["asyncio"])
+        async def test_stuck(virtual_clock):
+            virtual_clock.patience = 0.05
+            await asyncio.Event().wait()
+
+        @pytest.mark.parametrize("anyio_backend", ["asyncio"])
+        async def test_fine_afterwards(virtual_clock):
+            await asyncio.sleep(1)
+        """
+    )
+    result = run(pytester)
+    result.assert_outcomes(passed=5, failed=1)
+    result.stdout.fnmatch_lines_random(["*in test_stuck: await asyncio.Event().wait()"])
+
+
+@pytest.mark.slow
+def test_a_setting_chooses_the_event_loops(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import anyio
+
+        async def test_each(virtual_clock, anyio_backend_name):
+            await anyio.sleep(3600)
+            print(f"on {anyio_backend_name}")
+        """
+    )
+    both = run(pytester, "-o", "virtual_clock_backends=asyncio trio", "-s")
+    both.assert_outcomes(passed=2)
+    both.stdout.fnmatch_lines_random(["*on asyncio*", "*on trio*"])
+    wrong = run(pytester, "-o", "virtual_clock_backends=uvloop")
+    assert wrong.ret == pytest.ExitCode.USAGE_ERROR
+    wrong.stderr.fnmatch_lines(["*virtual_clock_backends takes trio, asyncio, or both, not 'uvloop'*"])
 
 
 @pytest.mark.slow

@@ -8,8 +8,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from functools import partial
+from typing import Any
 
 import anyio
 import pytest
@@ -19,8 +21,16 @@ from mainspring.core import clock, random
 from mainspring.errors import ConfigError, InvalidParameterError
 from mainspring.testing import DeadlockError, VirtualClock, run_virtual
 
+Run = Callable[..., Any]
 
-def test_value_and_errors_come_out() -> None:
+
+@pytest.fixture(params=["trio", "asyncio"])
+def run(request: pytest.FixtureRequest) -> Run:
+    """``run_virtual`` on each event loop."""
+    return partial(run_virtual, backend=request.param)
+
+
+def test_value_and_errors_come_out(run: Run) -> None:
     async def double(number: int) -> int:
         await anyio.sleep(86_400)
         return number * 2
@@ -28,9 +38,9 @@ def test_value_and_errors_come_out() -> None:
     async def fail() -> None:
         raise LookupError("as it was raised")
 
-    assert run_virtual(double, 21) == 42
+    assert run(double, 21) == 42
     with pytest.raises(LookupError, match="as it was raised"):
-        run_virtual(fail)
+        run(fail)
 
 
 def test_a_call_in_place_of_the_function_says_what_to_write() -> None:
@@ -40,7 +50,7 @@ def test_a_call_in_place_of_the_function_says_what_to_write() -> None:
         run_virtual(main())  # type: ignore[arg-type]
 
 
-def test_time_passes_only_while_all_are_blocked_and_every_clock_agrees() -> None:
+def test_time_passes_only_while_all_are_blocked_and_every_clock_agrees(run: Run) -> None:
     async def main() -> None:
         assert anyio.current_time() == VirtualClock().now == 0
         began, booted = clock.utc_now(), clock.boot_time()
@@ -48,10 +58,10 @@ def test_time_passes_only_while_all_are_blocked_and_every_clock_agrees() -> None
         assert anyio.current_time() == VirtualClock().now == 3600
         assert (clock.utc_now() - began).total_seconds() == clock.boot_time() - booted == 3600
 
-    run_virtual(main)
+    run(main)
 
 
-def test_the_virtual_date_is_public_and_an_error_about_a_date_names_it() -> None:
+def test_the_virtual_date_is_public_and_an_error_about_a_date_names_it(run: Run) -> None:
     async def main() -> None:
         async with InMemoryMailbox("jobs", body=str) as jobs:
             await anyio.sleep(86_400)
@@ -68,10 +78,10 @@ def test_the_virtual_date_is_public_and_an_error_about_a_date_names_it() -> None
             (second,) = await jobs.receive(wait_time_seconds=7_200)
             assert (first.body, second.body, virtual.now) == ("at once", "in an hour", 86_400 + 3_600)
 
-    run_virtual(main)
+    run(main)
 
 
-def test_timers_fire_at_their_own_instants() -> None:
+def test_timers_fire_at_their_own_instants(run: Run) -> None:
     async def main() -> list[float]:
         fired: list[float] = []
 
@@ -87,7 +97,7 @@ def test_timers_fire_at_their_own_instants() -> None:
             fired.append(anyio.current_time())
         return fired
 
-    assert run_virtual(main) == [10, 15, 20, 30]
+    assert run(main) == [10, 15, 20, 30]
 
 
 # ------------------------------------------------------------------------------------------------------- the schedule
@@ -138,11 +148,11 @@ def test_same_seed_same_schedule_in_any_process() -> None:
     assert len({zero, one, two}) == 3
 
 
-def test_seed_rules_jitter_and_is_gone_afterwards() -> None:
+def test_seed_rules_jitter_and_is_gone_afterwards(run: Run) -> None:
     async def draw() -> list[float]:
         return [random.rng().random() for _ in range(3)]
 
-    assert run_virtual(draw, seed=5) == run_virtual(draw, seed=5) != run_virtual(draw, seed=6)
+    assert run(draw, seed=5) == run(draw, seed=5) != run(draw, seed=6)
     assert random.rng() is not None
     assert random.token() != random.token()
 
@@ -150,7 +160,7 @@ def test_seed_rules_jitter_and_is_gone_afterwards() -> None:
 # ------------------------------------------------------------------------------------------------------------- holds
 
 
-def test_clock_stands_still_while_a_thread_works() -> None:
+def test_clock_stands_still_while_a_thread_works(run: Run) -> None:
     async def main() -> None:
         async with anyio.create_task_group() as group:
             group.start_soon(anyio.sleep, 1000)
@@ -161,10 +171,10 @@ def test_clock_stands_still_while_a_thread_works() -> None:
             assert anyio.current_time() == 0
         assert anyio.current_time() == 1000
 
-    run_virtual(main)
+    run(main)
 
 
-def test_clock_stands_still_while_a_process_works() -> None:
+def test_clock_stands_still_while_a_process_works(run: Run) -> None:
     async def main() -> None:
         async with anyio.create_task_group() as group:
             group.start_soon(anyio.sleep, 1000)
@@ -172,10 +182,10 @@ def test_clock_stands_still_while_a_process_works() -> None:
             assert result.stdout == b"done\n"
             assert anyio.current_time() == 0
 
-    run_virtual(main)
+    run(main)
 
 
-def test_a_raw_thread_is_held_for_by_real_work() -> None:
+def test_a_raw_thread_is_held_for_by_real_work(run: Run) -> None:
     async def main() -> None:
         done = anyio.Event()
         token = anyio.lowlevel.current_token()
@@ -191,10 +201,10 @@ def test_a_raw_thread_is_held_for_by_real_work() -> None:
                 await done.wait()
             assert anyio.current_time() == 0
 
-    run_virtual(main)
+    run(main)
 
 
-def test_holds_nest_and_overlap() -> None:
+def test_holds_nest_and_overlap(run: Run) -> None:
     async def main() -> None:
         virtual = VirtualClock()
         first_done = anyio.Event()
@@ -213,19 +223,19 @@ def test_holds_nest_and_overlap() -> None:
                 assert virtual.now == 10
         assert virtual.now == 1010
 
-    run_virtual(main)
+    run(main)
 
 
-def test_a_hold_survives_an_error_inside_it() -> None:
+def test_a_hold_survives_an_error_inside_it(run: Run) -> None:
     async def main() -> None:
         with pytest.raises(LookupError), VirtualClock().hold():
             raise LookupError
         await anyio.sleep(5)
 
-    run_virtual(main)
+    run(main)
 
 
-def test_abandoned_threads_do_not_hold() -> None:
+def test_abandoned_threads_do_not_hold(run: Run) -> None:
     async def main() -> None:
         release = threading.Event()
         with anyio.move_on_after(30):
@@ -237,21 +247,21 @@ def test_abandoned_threads_do_not_hold() -> None:
         assert anyio.current_time() == 81
         release.set()
 
-    run_virtual(main)
+    run(main)
 
 
-def test_a_thread_that_calls_back_may_wait_for_virtual_time() -> None:
+def test_a_thread_that_calls_back_may_wait_for_virtual_time(run: Run) -> None:
     async def main() -> None:
         await anyio.to_thread.run_sync(anyio.from_thread.run, anyio.sleep, 100)
         assert anyio.current_time() == 100
 
-    run_virtual(main)
+    run(main)
 
 
 # ----------------------------------------------------------------------------------------------------------- advance
 
 
-def test_advance_jumps_and_awaited_lets_timers_run() -> None:
+def test_advance_jumps_and_awaited_lets_timers_run(run: Run) -> None:
     async def main() -> None:
         virtual = VirtualClock()
         fired: list[float] = []
@@ -273,22 +283,22 @@ def test_advance_jumps_and_awaited_lets_timers_run() -> None:
                 await virtual.advance(5)
             assert fired == [0.1, 5.1]
 
-    run_virtual(main)
+    run(main)
 
 
 @pytest.mark.parametrize("seconds", [-1, math.nan, math.inf])
-def test_advance_takes_no_nonsense(seconds: float) -> None:
+def test_advance_takes_no_nonsense(run: Run, seconds: float) -> None:
     async def main() -> None:
         with pytest.raises(InvalidParameterError):
             VirtualClock().advance(seconds)
 
-    run_virtual(main)
+    run(main)
 
 
 # ---------------------------------------------------------------------------------------------------------- deadlock
 
 
-def test_a_deadlock_is_named_with_its_lines() -> None:
+def test_a_deadlock_is_named_with_its_lines(run: Run) -> None:
     async def child() -> None:
         await anyio.sleep_forever()
 
@@ -300,7 +310,7 @@ def test_a_deadlock_is_named_with_its_lines() -> None:
             await anyio.Event().wait()
 
     with pytest.raises(DeadlockError) as caught:
-        run_virtual(main)
+        run(main)
     text = str(caught.value)
     assert "virtual second 3" in text
     assert "in main: await anyio.Event().wait()" in text
@@ -308,14 +318,14 @@ def test_a_deadlock_is_named_with_its_lines() -> None:
     assert "in child: await anyio.sleep_forever()" in text
 
 
-def test_a_shield_without_a_deadline_does_not_hide_a_deadlock() -> None:
+def test_a_shield_without_a_deadline_does_not_hide_a_deadlock(run: Run) -> None:
     async def main() -> None:
         VirtualClock().patience = 0.05
         with anyio.CancelScope(shield=True):
             await anyio.Event().wait()
 
     with pytest.raises(DeadlockError, match="no deadline"):
-        run_virtual(main)
+        run(main)
 
 
 ABANDONED = """
@@ -341,7 +351,7 @@ def test_a_thread_that_never_returns_ends_the_run() -> None:
     assert "a thread did not end within 0.1 real seconds" in done.stdout
 
 
-def test_a_hold_that_nothing_ends_is_noticed() -> None:
+def test_a_hold_that_nothing_ends_is_noticed(run: Run) -> None:
     async def main() -> None:
         virtual = VirtualClock()
         virtual.patience = 0.05
@@ -349,11 +359,11 @@ def test_a_hold_that_nothing_ends_is_noticed() -> None:
             await anyio.sleep_forever()
 
     with pytest.raises(DeadlockError, match="the clock was held"):
-        run_virtual(main)
+        run(main)
 
 
 @pytest.mark.slow
-def test_waiting_for_real_io_is_no_deadlock() -> None:
+def test_waiting_for_real_io_is_no_deadlock(run: Run) -> None:
     async def main() -> bytes:
         ours, theirs = os.pipe()
         timer = threading.Timer(1.2, lambda: os.write(theirs, b"x"))  # a second is how long nothing real may be out
@@ -365,16 +375,16 @@ def test_waiting_for_real_io_is_no_deadlock() -> None:
         os.close(theirs)
         return data
 
-    assert run_virtual(main) == b"x"
+    assert run(main) == b"x"
 
 
-def test_a_wait_for_real_things_does_not_spin() -> None:
+def test_a_wait_for_real_things_does_not_spin(run: Run) -> None:
     async def main() -> float:
         before = time.process_time()
         await anyio.to_thread.run_sync(time.sleep, 0.3)
         return time.process_time() - before
 
-    assert run_virtual(main) < 0.2
+    assert run(main) < 0.2
 
 
 # ------------------------------------------------------------------------------------------------------------ misuse
@@ -403,8 +413,19 @@ def test_without_trio_the_error_says_what_to_install() -> None:
     code = (
         "import sys; sys.modules['trio'] = None\n"
         "from mainspring.errors import ConfigError\n"
-        "try:\n    from mainspring.testing import run_virtual\n"
+        "import asyncio\n"
+        "from mainspring.testing import run_virtual\n"
+        "print(run_virtual(asyncio.sleep, 3600, 'slept', backend='asyncio'))\n"
+        "try:\n    run_virtual(asyncio.sleep, 1)\n"
         "except ConfigError as error:\n    print(error)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "pip install 'mainspring[test]'" in done.stdout
+    assert "slept" in done.stdout
+
+
+@pytest.mark.parametrize("backend", ["uvloop", "curio", None])
+def test_a_backend_without_virtual_time_is_refused(backend: Any) -> None:
+    with pytest.raises(ConfigError, match=f'backend must be "trio" or "asyncio", not {backend!r}') as caught:
+        run_virtual(anyio.sleep, 1, backend=backend)
+    assert ("uvloop keeps real time" in str(caught.value)) is (backend == "uvloop")

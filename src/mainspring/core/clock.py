@@ -2,7 +2,8 @@
 
 Durations and deadlines come from ``anyio.current_time()``. What lives here is what outlasts one event loop: the date
 (``utc_now``), and the seconds since the machine booted (``boot_time``), by which processes on one machine agree on a
-lease. Under trio's ``MockClock`` all of them follow the virtual time, so that a test sees one time only.
+lease. Under a virtual clock (trio's ``MockClock``, or that of ``mainspring.testing``'s event loop for asyncio) all of them
+follow the virtual time, so that a test sees one time only.
 """
 
 from __future__ import annotations
@@ -27,8 +28,19 @@ VIRTUAL_EPOCH = datetime(2000, 1, 1, tzinfo=UTC)
 """The date at the virtual clock's zero."""
 
 
+_VIRTUAL_LOOP = "mainspring.testing.asyncio_time"
+"""The module of asyncio's event loop in virtual time: while it is not imported, there is none."""
+
+
 def virtual_clock() -> Any | None:
-    """Return the ``trio.testing.MockClock`` that drives the current run, or None if time is real."""
+    """Return the clock that drives the current run if time is virtual, else None.
+
+    On trio it is the ``trio.testing.MockClock``. On asyncio it has the same ``current_time()`` and ``jump(seconds)``.
+    """
+    if (virtual := sys.modules.get(_VIRTUAL_LOOP)) is not None:
+        clock = virtual.running_clock()
+        if clock is not None:
+            return clock
     mock = getattr(sys.modules.get("trio.testing"), "MockClock", None)
     if mock is None:  # trio.testing is not imported, so no MockClock exists
         return None
@@ -50,7 +62,7 @@ def utc_now() -> datetime:
 
 
 def virtual_date(clock: Any) -> datetime:
-    """Return the date by that ``MockClock``, as an aware UTC datetime."""
+    """Return the date by that virtual clock, as an aware UTC datetime."""
     return VIRTUAL_EPOCH + timedelta(seconds=clock.current_time() + _wall_ahead())
 
 
@@ -163,8 +175,8 @@ def thread_clock() -> Callable[[], float]:
 def real_work() -> AbstractContextManager[None]:
     """Hold a virtual clock while something real (a thread, a process) is out, so that time does not jump past it.
 
-    Trio's ``MockClock`` moves on when every task is blocked, and a task that waits for a thread is. Outside a virtual
-    run this does nothing. Holds nest, and those of several tasks may overlap: the clock goes on when the last one ends.
+    A virtual clock moves on when every task is blocked, and a task that waits for a thread is. Outside a virtual run this does
+    nothing. Holds nest, and those of several tasks may overlap: the clock goes on when the last one ends.
     """
     clock = virtual_clock()
     return _NOTHING if clock is None else hold(clock)
@@ -179,9 +191,14 @@ def work_holder() -> Callable[[], AbstractContextManager[None]]:
     return nullcontext if clock is None else partial(hold, clock)
 
 
+def is_held(clock: Any) -> bool:
+    """True if a block of :func:`hold` is open on that virtual clock."""
+    return bool(vars(clock).get("_mainspring_holds"))
+
+
 @contextmanager
 def hold(clock: Any) -> Iterator[None]:
-    """Keep that ``MockClock`` from moving by itself inside the block."""
+    """Keep that virtual clock from moving by itself inside the block."""
     state = vars(clock)  # kept on the clock itself: one clock, one count
     holds: int = state.get("_mainspring_holds", 0)
     state["_mainspring_holds"] = holds + 1

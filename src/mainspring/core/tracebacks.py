@@ -36,7 +36,7 @@ def where(awaitable: Any) -> str:
     chosen: tuple[FrameType, int | None] | None = None
     rank = 0
     with _uncollected():
-        chain = [*_await_chain(awaitable)]
+        chain = [*await_chain(awaitable)]
     for frame, line in chain:
         if _rank(frame) >= rank:
             chosen, rank = (frame, line), _rank(frame)
@@ -157,7 +157,8 @@ def _outwards(frame: FrameType | None) -> list[tuple[FrameType, int]]:
     return stack
 
 
-def _await_chain(awaitable: Any) -> Iterator[tuple[FrameType, int | None]]:
+def await_chain(awaitable: Any) -> Iterator[tuple[FrameType, int | None]]:
+    """Yield the frames of a coroutine and of what it waits for, and their lines, the outermost first."""
     for _ in range(_DEPTH):
         frame: FrameType | None
         if isinstance(awaitable, CoroutineType):

@@ -89,6 +89,14 @@ def _virtual_date() -> str:
     )
 
 
+def check_real_time(mailbox: str, server: str) -> None:
+    """Raise :class:`ConfigError` if time is virtual here: it would jump past each deadline while the server is asked."""
+    if clock.virtual_clock() is not None:
+        raise ConfigError(
+            f"mailbox {mailbox!r}: {server} server's time is real, and this event loop's is virtual; use memory:// here"
+        )
+
+
 def check_send(
     delay: float, dedup_key: str | None, priority: int, headers: Mapping[str, str] | None, expires_in: float | None
 ) -> None:

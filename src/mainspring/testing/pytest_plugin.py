@@ -6,9 +6,10 @@ An async test requests the clock::
         await anyio.sleep(3600)
         assert virtual_clock.now == 3600
 
-It runs once, on trio in virtual time, through anyio's pytest plugin. It needs no marker and no ``anyio_backend`` fixture, and
-ignores the ``anyio_backend`` of the rest of the suite. Its async fixtures run on the same clock and must have function scope.
-Loading this module imports nothing but pytest.
+It runs in virtual time, through anyio's pytest plugin: once on trio, or on each event loop that the setting
+``virtual_clock_backends`` names. ``@pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"])`` on a test, a class or a
+module chooses for its tests. It needs no marker and no fixture ``anyio_backend``, and ignores that of other tests. Its async
+fixtures run on the same clock and must have function scope. Loading this module imports nothing but pytest.
 """
 
 from __future__ import annotations
@@ -28,11 +29,19 @@ if TYPE_CHECKING:
 
 _SEED: pytest.StashKey[int] = pytest.StashKey()
 _RUN: pytest.StashKey[VirtualRun] = pytest.StashKey()
+_CHOSEN: pytest.StashKey[Any] = pytest.StashKey()
+_BACKENDS = ("trio", "asyncio")
 _CLEAN_UP: pytest.StashKey[ExitStack] = pytest.StashKey()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--mainspring-seed``."""
+    """Add ``--mainspring-seed`` and the setting ``virtual_clock_backends``."""
+    parser.addini(
+        "virtual_clock_backends",
+        "Event loops on which each test with virtual_clock runs: trio, asyncio, or both.",
+        type="args",
+        default=["trio"],
+    )
     parser.getgroup("mainspring").addoption(
         "--mainspring-seed",
         metavar="N",
@@ -42,7 +51,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Refuse an invalid seed."""
+    """Refuse an invalid seed, and an event loop without virtual time."""
+    backends = config.getini("virtual_clock_backends")
+    if not backends or not set(backends) <= set(_BACKENDS):
+        raise pytest.UsageError(f"virtual_clock_backends takes trio, asyncio, or both, not {' '.join(backends)!r}")
     chosen = config.getoption("--mainspring-seed")
     if chosen not in (None, "random") and not chosen.isdecimal():
         raise pytest.UsageError(f"--mainspring-seed takes a whole number from 0, or `random`, not {chosen!r}")
@@ -50,19 +62,21 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Give a test with ``virtual_clock`` its backend, by a mark, which overrides any fixture of that name."""
-    if "virtual_clock" not in metafunc.fixturenames:
+    """Give a test with ``virtual_clock`` its backends, by a mark, which overrides any fixture of that name."""
+    if "virtual_clock" not in metafunc.fixturenames or _names_backends(metafunc.definition):
         return
-    for mark in metafunc.definition.iter_markers("parametrize"):
+    backends = metafunc.config.getini("virtual_clock_backends")
+    chosen = [pytest.param(name, id=f"virtual-{name}" if len(backends) > 1 else "virtual") for name in backends]
+    metafunc.definition.add_marker(pytest.mark.parametrize("anyio_backend", chosen, scope="function"))
+
+
+def _names_backends(definition: pytest.Item) -> bool:
+    """True if a mark of the user's says on which event loops a test runs."""
+    for mark in definition.iter_markers("parametrize"):
         names = mark.args[0] if mark.args else mark.kwargs.get("argnames", ())
         if "anyio_backend" in (names.replace(",", " ").split() if isinstance(names, str) else names):
-            raise pytest.UsageError(
-                f"{metafunc.definition.nodeid}: a test with virtual_clock runs on trio; leave anyio_backend out"
-            )
-    options: dict[str, Any] = {}  # refilled before each test
-    metafunc.definition.add_marker(
-        pytest.mark.parametrize("anyio_backend", [pytest.param(("trio", options), id="virtual")], scope="function")
-    )
+            return True
+    return False
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -77,19 +91,30 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if not iscoroutinefunction(getattr(item, "obj", None)):
         raise pytest.UsageError(f"{item.nodeid}: virtual_clock is for `async def` tests; a plain one calls run_virtual")
     from mainspring.core import random
-    from mainspring.testing.trio_internals import require_trio, seeded_schedule
-
-    require_trio()
     from mainspring.testing.virtual_time import VirtualRun
 
-    run = VirtualRun(seed)
-    _, options = item.callspec.params["anyio_backend"]  # type: ignore[attr-defined]
-    options.clear()
-    options.update(run.options)
+    backend, options = _backend_of(item)
+    run = VirtualRun(seed, backend)
+    item.callspec.params["anyio_backend"] = (backend, {**options, **run.options})  # type: ignore[attr-defined]
     item.stash[_RUN] = run
     item.stash[_CLEAN_UP] = clean_up = ExitStack()
-    clean_up.enter_context(seeded_schedule(seed))
+    clean_up.enter_context(run.seeded())
     clean_up.enter_context(random.seeded(seed))
+
+
+def _backend_of(item: pytest.Item) -> tuple[str, dict[str, Any]]:
+    """Return the event loop of a test and its options, as a user gives them: a name, or a pair."""
+    chosen = item.stash.setdefault(_CHOSEN, item.callspec.params["anyio_backend"])  # type: ignore[attr-defined]
+    backend, options = (chosen, {}) if isinstance(chosen, str) else chosen
+    if (
+        backend not in _BACKENDS
+        or options.get("use_uvloop")
+        or not options.keys().isdisjoint(("clock", "loop_factory"))
+    ):
+        raise pytest.UsageError(
+            f"{item.nodeid}: a test with virtual_clock runs on trio or on asyncio's own event loop, not on {chosen!r}"
+        )
+    return backend, options
 
 
 @pytest.hookimpl(wrapper=True)

@@ -12,19 +12,15 @@ import anyio
 from mainspring.core import clock, random
 from mainspring.core.process import async_library
 from mainspring.errors import ConfigError, InvalidParameterError
-from mainspring.testing.trio_internals import require_trio, seeded_schedule
-
-require_trio()
-
-import trio.testing  # noqa: E402 - the line above tells how to install it
-
-from mainspring.testing.idle import DeadlockError, IdleJudge  # noqa: E402
+from mainspring.testing.idle import DeadlockError, IdleJudge
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Generator, Iterator
+    from contextlib import AbstractContextManager
     from datetime import datetime
 
-    from trio.testing import MockClock
+    from mainspring.testing.asyncio_time import AsyncioTime
+    from mainspring.testing.trio_time import TrioTime
 
 __all__ = ["DeadlockError", "VirtualClock", "run_virtual"]
 
@@ -32,20 +28,28 @@ T = TypeVar("T")
 Args = TypeVarTuple("Args")
 
 
-def run_virtual(async_fn: Callable[[Unpack[Args]], Awaitable[T]], *args: *Args, seed: int = 0) -> T:
-    """Run ``async_fn(*args)`` on trio in virtual time and return its value.
+def run_virtual(
+    async_fn: Callable[[Unpack[Args]], Awaitable[T]], *args: *Args, seed: int = 0, backend: str = "trio"
+) -> T:
+    """Run ``async_fn(*args)`` in virtual time and return its value.
 
     Time starts at 0 and jumps to the next deadline whenever every task is blocked, so that sleeping costs nothing. It
     stands still while a task waits for a thread (``anyio.to_thread.run_sync``), a process (``anyio.run_process``) or
-    anything inside :func:`mainspring.core.clock.real_work`. The order in which tasks run, and every draw of Mainspring's own
-    randomness, follow from ``seed``: equal seeds give equal runs, in any process. The timing of real threads and I/O is not
-    reproducible.
+    anything inside :func:`mainspring.core.clock.real_work`. On asyncio it stands still, too, for ``loop.run_in_executor``, for
+    libraries with a thread of their own (aiosqlite), and while a connection to another process or thread is open.
+
+    The order in which tasks run, and every draw of Mainspring's own randomness, follow from ``seed``: equal seeds give equal
+    runs, in any process. On trio a seed orders all tasks that can run. asyncio promises to run callbacks in the order in which
+    they were scheduled: there a seed orders only timers that are due at the same instant. The timing of real threads and I/O is
+    not reproducible.
 
     A run in which nothing can happen any more ends with :class:`DeadlockError`, which names the line each task waits on. A
     task that ticks for ever is no deadlock: put ``anyio.fail_after`` (which costs virtual seconds only) around such a test.
 
-    :raises ConfigError: ``async_fn`` is a coroutine, not a function. Or trio is not installed, the caller is inside a running
-        event loop, or another virtual run is under way in this process.
+    :param backend: ``"trio"``, or ``"asyncio"`` for code that uses asyncio itself.
+    :raises ConfigError: ``async_fn`` is a coroutine, not a function. Or the backend cannot be used: uvloop keeps real time, and
+        trio may not be installed. Or the caller is inside a running event loop, or another virtual run on trio is under way in
+        this process.
     """
     try:
         library = async_library()
@@ -61,35 +65,42 @@ def run_virtual(async_fn: Callable[[Unpack[Args]], Awaitable[T]], *args: *Args, 
         raise ConfigError(
             "run_virtual takes the async function, not a call of it: run_virtual(main, 1), not run_virtual(main(1))"
         )
-    run = VirtualRun(seed, can_leave=True)
+    run = VirtualRun(seed, backend, can_leave=True)
 
     async def main() -> T:
         random.seed(seed)
         value: T = await run.judge.watch(async_fn, *args)
         return value
 
-    with seeded_schedule(seed):
+    with run.seeded():
         try:
-            return anyio.run(main, backend="trio", backend_options=run.options)
-        except trio.TrioInternalError:
-            if run.judge.error is not None:
+            return anyio.run(main, backend=backend, backend_options=run.options)
+        except BaseException:
+            if run.judge.error is not None:  # trio wraps what comes out of its clock
                 raise run.judge.error from None
             raise
 
 
 class VirtualRun:
-    """The parts of one virtual run: the clock, the judge, and the options for anyio."""
+    """The parts of one virtual run: the clock, the judge, and the options for anyio.
 
-    def __init__(self, seed: int, *, can_leave: bool = False) -> None:
+    :raises ConfigError: ``backend`` has no virtual time, or is not installed.
+    """
+
+    def __init__(self, seed: int, backend: str = "trio", *, can_leave: bool = False) -> None:
         self.seed = seed
-        self.mock = trio.testing.MockClock(autojump_threshold=0)
-        self.judge = IdleJudge(self.mock, can_leave=can_leave)
-        self.clock = VirtualClock(self.mock)
-        self.options: dict[str, Any] = {"clock": self.mock}
+        self._time = _time_of(backend, can_leave=can_leave)
+        self.judge: IdleJudge = self._time.judge
+        self.clock = VirtualClock(self._time.clock)
+        self.options: dict[str, Any] = self._time.options
+
+    def seeded(self) -> AbstractContextManager[None]:
+        """Seed the order of the tasks inside the block."""
+        return self._time.seeded(self.seed)
 
     async def watch(self, async_fn: Callable[..., Awaitable[Any]], *args: Any, **keywords: Any) -> Any:
         """Run a test function on the clock of this run."""
-        if clock.virtual_clock() is not self.mock:
+        if clock.virtual_clock() is not self._time.clock:
             raise ConfigError(
                 "the test does not run on its virtual clock: an async fixture of a wider scope keeps another event loop"
                 " open; give that fixture the scope of a function"
@@ -97,14 +108,27 @@ class VirtualRun:
         return await self.judge.watch(async_fn, *args, **keywords)
 
 
+def _time_of(backend: str, *, can_leave: bool) -> AsyncioTime | TrioTime:
+    if backend == "asyncio":
+        from mainspring.testing.asyncio_time import AsyncioTime
+
+        return AsyncioTime(can_leave=can_leave)
+    if backend == "trio":
+        from mainspring.testing.trio_time import TrioTime
+
+        return TrioTime(can_leave=can_leave)
+    why = "uvloop keeps real time; " if backend == "uvloop" else ""
+    raise ConfigError(f'virtual time: {why}backend must be "trio" or "asyncio", not {backend!r}')
+
+
 class VirtualClock:
     """The clock of a virtual run, for its test: ``VirtualClock()`` inside the run, or the fixture ``virtual_clock``."""
 
-    def __init__(self, mock: MockClock | None = None) -> None:
-        found = mock if mock is not None else clock.virtual_clock()
+    def __init__(self, virtual: Any = None) -> None:
+        found = virtual if virtual is not None else clock.virtual_clock()
         if found is None:
             raise ConfigError("there is no virtual clock here: use it inside run_virtual, or the fixture virtual_clock")
-        self._mock: MockClock = found
+        self._clock: Any = found
 
     def __repr__(self) -> str:
         return f"<VirtualClock {self.now:g} s>"
@@ -112,7 +136,7 @@ class VirtualClock:
     @property
     def now(self) -> float:
         """Virtual seconds since the run began, as ``anyio.current_time()`` returns."""
-        return self._mock.current_time()
+        return float(self._clock.current_time())
 
     def utc_now(self) -> datetime:
         """Return the virtual date, in UTC: 2000-01-01 when the run began, and :attr:`now` seconds later.
@@ -120,7 +144,7 @@ class VirtualClock:
         Mailboxes use this date: ``send(at=...)`` takes ``clock.utc_now() + timedelta(hours=1)``, not one from
         ``datetime.now(UTC)``.
         """
-        return clock.virtual_date(self._mock)
+        return clock.virtual_date(self._clock)
 
     def advance(self, seconds: float) -> Settled:
         """Advance the clock by ``seconds`` at once, as if the process had been suspended for that time.
@@ -133,8 +157,8 @@ class VirtualClock:
         """
         if not 0 <= seconds < math.inf:
             raise InvalidParameterError(f"advance: seconds must be 0 or more, and finite, not {seconds!r}")
-        self._mock.jump(seconds)
-        return Settled()
+        self._clock.jump(seconds)
+        return Settled(self._clock)
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -143,18 +167,18 @@ class VirtualClock:
         For real work that the run cannot see, such as a process of your own. Holds nest, and may overlap from several
         tasks; the clock continues when the last one ends.
         """
-        with clock.hold(self._mock):
+        with clock.hold(self._clock):
             yield
 
     @property
     def patience(self) -> float:
         """Real seconds without progress of real work after which the run counts as stuck; 60 by default, can be set."""
-        judge: IdleJudge | None = vars(self._mock).get("_mainspring_idle")
+        judge: IdleJudge | None = vars(self._clock).get("_mainspring_idle")
         return judge.patience if judge is not None else math.inf
 
     @patience.setter
     def patience(self, seconds: float) -> None:
-        judge: IdleJudge | None = vars(self._mock).get("_mainspring_idle")
+        judge: IdleJudge | None = vars(self._clock).get("_mainspring_idle")
         if judge is None:
             raise ConfigError("this clock was not made by run_virtual or the fixture virtual_clock; it has no patience")
         if not 0 < seconds < math.inf:
@@ -165,5 +189,13 @@ class VirtualClock:
 class Settled:
     """Awaited, it returns once every other task is blocked; not awaited, it does nothing."""
 
+    def __init__(self, virtual: Any) -> None:
+        self._clock = virtual
+
     def __await__(self) -> Generator[Any, None, None]:
-        return trio.testing.wait_all_tasks_blocked().__await__()
+        own = getattr(self._clock, "wait_all_tasks_blocked", None)
+        if own is None:
+            import trio.testing
+
+            own = trio.testing.wait_all_tasks_blocked
+        yield from own().__await__()

@@ -13,7 +13,7 @@ from typing_extensions import TypeVar
 
 from mainspring.errors import ConfigError, InvalidParameterError, MailboxConnectionError, MailboxError
 from mainspring.mailbox.backend import TRANSIENT, Backend, Capabilities, MailboxStatistics
-from mainspring.mailbox.limits import CLOSE_TIMEOUT, SILENCE
+from mainspring.mailbox.limits import CLOSE_TIMEOUT, SILENCE, check_real_time
 from mainspring.mailbox.mailbox import Mailbox
 from mainspring.mailbox.message import CancelOutcome
 from mainspring.mailbox.nats import inspection
@@ -180,6 +180,7 @@ class NatsBackend(Backend):
             raise connection.failure(error) if isinstance(error, TimeoutError) else error
 
     async def open(self, scope: DaemonScope) -> None:
+        check_real_time(self.name, "a NATS")
         options = self._options
         async with self._connected() as connection:
             store = Store(

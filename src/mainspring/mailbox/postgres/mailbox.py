@@ -15,7 +15,7 @@ from mainspring.mailbox import batched
 from mainspring.mailbox.backend import TRANSIENT, Capabilities, MailboxStatistics
 from mainspring.mailbox.batched import AcknowledgeMany, BatchedBackend, Batcher, Command, Waiters
 from mainspring.mailbox.codec import headers_of
-from mainspring.mailbox.limits import SILENCE, check_column, check_row, full, is_name
+from mainspring.mailbox.limits import SILENCE, check_column, check_real_time, check_row, full, is_name
 from mainspring.mailbox.mailbox import Mailbox
 from mainspring.mailbox.message import ACK, Ack, Cancelled, CancelOutcome, Nack
 from mainspring.mailbox.postgres import schema as schemas
@@ -215,6 +215,7 @@ class PostgresBackend(BatchedBackend):
     # ----------------------------------------------------------------------------------------------------- life cycle
 
     async def open(self, scope: DaemonScope) -> None:
+        check_real_time(self.name, "a PostgreSQL")
         options = self._options
         shared = SharedPool.shared(self._conninfo, options.schema, options.timeout, options.silence, options.listen)
         shared.acquire()

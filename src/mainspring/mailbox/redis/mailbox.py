@@ -8,13 +8,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
-from mainspring.core.clock import virtual_clock
 from mainspring.core.loggers import Logger
 from mainspring.errors import ConfigError, InvalidParameterError, MailboxConnectionError, MainspringError
 from mainspring.mailbox import batched
 from mainspring.mailbox.backend import Capabilities, MailboxStatistics
 from mainspring.mailbox.batched import AcknowledgeMany, BatchedBackend, Batcher
-from mainspring.mailbox.limits import SILENCE, check_size
+from mainspring.mailbox.limits import SILENCE, check_real_time, check_size
 from mainspring.mailbox.mailbox import Mailbox
 from mainspring.mailbox.message import Ack, Dead
 from mainspring.mailbox.redis.commands import (
@@ -159,10 +158,7 @@ class RedisBackend(BatchedBackend):
         from mainspring.mailbox.redis.client import Client, OtherNodes
         from mainspring.mailbox.redis.topology import Topology
 
-        if virtual_clock() is not None:  # which would jump past each deadline while the server is asked
-            raise ConfigError(
-                f"mailbox {self.name!r}: a Redis server's time is real, and this event loop's is virtual; use memory:// here"
-            )
+        check_real_time(self.name, "a Redis")
         self._scope = scope
         self._topology = Topology(self._server, base_of(self.name))
         self._client = client = Client(self._topology, self.timeout, self._options.silence)
