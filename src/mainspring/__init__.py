@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from mainspring.errors import UnknownEventError as UnknownEventError
     from mainspring.errors import UnknownTaskError as UnknownTaskError
     from mainspring.errors import UnknownVersionError as UnknownVersionError
+    from mainspring.errors import WrongEventLoopError as WrongEventLoopError
     from mainspring.group.group import LoopGroup as LoopGroup
     from mainspring.mailbox.backend import Backend as Backend
     from mainspring.mailbox.backend import Capabilities as Capabilities
@@ -142,6 +143,7 @@ _HOMES = {
         "BudgetExceededError", "DeadlineExceededError", "JournalDamagedError", "JournalError", "JournalLockedError",
         "OverrideDamagedError", "OverrideError", "OverrideLockedError", "ReducerError", "SessionClosedError",
         "SessionError", "SessionFullError", "UnknownEventError", "UnknownTaskError", "UnknownVersionError",
+        "WrongEventLoopError",
     ),
     "runtime.deadline": ("Deadline",),
     "core.dispatcher": ("Dispatcher",),

@@ -159,6 +159,12 @@ class TaskExitError(MainspringError):
     retryable = True
 
 
+class WrongEventLoopError(MainspringError):
+    """Code that uses asyncio ran on trio. In a handler it is a failed attempt, as another worker may run on asyncio."""
+
+    fault = "config"
+
+
 class TicketAlreadyCompletedError(MainspringError):
     """A ticket was completed, or failed, before: it has one writer, who answers once."""
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
+from mainspring.runtime.wrong_loop import explained
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractAsyncContextManager
@@ -41,6 +43,14 @@ class Lifespan:
 
     async def run(self) -> None:
         """Open it, wait until told to stop, and close it. What it raises is raised."""
+        try:
+            await self._run()
+        except Exception as error:
+            if (told := explained(error, "the lifespan")) is not error:
+                raise told
+            raise
+
+    async def _run(self) -> None:
         with self._scope:
             async with self._make() as self._resources:
                 self._scope.shield = True  # until told to stop, which leaving its DaemonScope does in every case

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from mainspring.core import clock
+from mainspring.core.introspection import name_of
 from mainspring.core.tracebacks import where
 from mainspring.errors import MainspringError
+from mainspring.runtime.wrong_loop import explained
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator
@@ -98,9 +100,11 @@ class IdleJudge:
             with self._scope:
                 return await async_fn(*args, **keywords)
         except BaseException as error:
-            if self.error is None or error is self.error:
-                raise
-            raise self.error from error
+            if self.error is not None and error is not self.error:
+                raise self.error from error
+            if (told := explained(error, name_of(async_fn))) is not error:
+                raise told
+            raise
         finally:
             self._main = self._scope = None
         if self.error is not None:

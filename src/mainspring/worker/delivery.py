@@ -32,6 +32,7 @@ from mainspring.policies import DeadLetterPolicy
 from mainspring.runtime.cancellation import is_spurious_cancellation
 from mainspring.runtime.deadline import deadline_of, enter
 from mainspring.runtime.scope import lone_error
+from mainspring.runtime.wrong_loop import explained
 from mainspring.worker.context import Context
 from mainspring.worker.outcome import (
     CANCELLED,
@@ -477,6 +478,8 @@ class HandlerRuns:
             verdict = delivery.error
         if verdict is not error:
             verdict.__cause__ = error  # its traceback says where the handler was
+        elif not self._in_thread:
+            verdict = explained(error, self._called)
         return self.judge(delivery, verdict)
 
     def judge(self, delivery: Delivery, error: BaseException) -> Decision:
