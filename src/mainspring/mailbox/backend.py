@@ -147,6 +147,11 @@ class Topic(Generic[V]):
         for subscriber in tuple(self._subscribers):
             subscriber(value)
 
+    @property
+    def is_wanted(self) -> bool:
+        """True if there is a subscriber. Any thread may ask."""
+        return bool(self._subscribers)
+
 
 class Notifications:
     """What a mailbox and its backend tell the holders of messages, on the mailbox's event loop."""

@@ -133,7 +133,7 @@ class AcknowledgeMany(Command):
 
 @dataclass(eq=False, repr=False, slots=True)
 class Reply(OfDelivery):
-    """The message is done, and its reply goes to another mailbox of the store."""
+    """The message is done. Its reply goes to another mailbox of the store, and its result is kept if there is one."""
 
     ack: message.Ack
 

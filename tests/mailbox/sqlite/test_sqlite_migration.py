@@ -6,11 +6,17 @@ import apsw
 import pytest
 
 from mainspring.mailbox.message import CancelOutcome
+from mainspring.mailbox.records import RecordWrite
 from mainspring.mailbox.sqlite.mailbox import SQLiteMailbox
 
 pytestmark = pytest.mark.anyio
 
-TO_THIRD = """
+TO_FOURTH = """
+DROP TABLE records;
+ALTER TABLE mailboxes DROP COLUMN records_end;
+PRAGMA user_version = 4;
+"""
+TO_THIRD = f"""{TO_FOURTH}
 ALTER TABLE store DROP COLUMN file_id;
 PRAGMA user_version = 3;
 """
@@ -47,7 +53,9 @@ def made_of(path: str) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("to_earlier", [TO_FIRST, TO_SECOND, TO_THIRD], ids=["first", "second", "third"])
+@pytest.mark.parametrize(
+    "to_earlier", [TO_FIRST, TO_SECOND, TO_THIRD, TO_FOURTH], ids=["first", "second", "third", "fourth"]
+)
 async def test_a_file_of_an_earlier_schema_is_migrated_with_all_its_messages(path, to_earlier):
     async with SQLiteMailbox(path) as mailbox:
         ids = [await mailbox.send(f"job {n}", delay=60 if n == 3 else 0) for n in range(4)]
@@ -65,6 +73,8 @@ async def test_a_file_of_an_earlier_schema_is_migrated_with_all_its_messages(pat
         assert await mailbox.cancel(ids[3]) is CancelOutcome.REMOVED
         assert await mailbox.replay_dead_letters() == 1
         await mailbox.send("new")  # with a number that no other message has
+        assert await mailbox.backend.write_record(RecordWrite("test", "a", b"", 60))
+        assert [record.key for record in await mailbox.backend.list_records("test", 10, None)] == ["a"]
         received = await mailbox.receive(max_messages=10)
         assert [message.body for message in received] == ["job 1", "job 2", "job 0", "new"]
         await received[0].nack(error="not yet")

@@ -23,12 +23,17 @@ from mainspring.mailbox.mailbox import Mailbox
 from mainspring.mailbox.message import Dead, Nack
 from mainspring.mailbox.settings import Accepts, Capacity, Options, Text, name_at, number, seconds, with_query
 from mainspring.mailbox.sqlite.connection import DatabaseFile
+from mainspring.mailbox.sqlite.lookup import Find, Reschedule
+from mainspring.mailbox.sqlite.records import FindRecords, ListRecords, WriteRecord
 from mainspring.mailbox.sqlite.shared_file import CommandBatch, SharedFile, SQLiteWaiters
 from mainspring.mailbox.sqlite.store import JoiningAcknowledge, is_lease
 from mainspring.mailbox.sqlite.threads import INSPECT_EVERY
 
 if TYPE_CHECKING:
-    from mainspring.mailbox.message import ClaimedMessage, Envelope, Settlement
+    from collections.abc import Sequence
+
+    from mainspring.mailbox.message import ClaimedMessage, Envelope, RescheduleOutcome, Settlement, UnfinishedMessage
+    from mainspring.mailbox.records import Record, RecordWrite
     from mainspring.mailbox.settings import MailboxURL
     from mainspring.runtime.scope import DaemonScope
 
@@ -124,7 +129,16 @@ class SQLiteOptions(Options):
 class SQLiteBackend(batched.BatchedBackend):
     """A queue in the file at ``path``."""
 
-    capabilities = Capabilities(durable=True, cross_process=True, ordered=True, joined_acks=True, queue_age=True)
+    capabilities = Capabilities(
+        durable=True,
+        cross_process=True,
+        ordered=True,
+        joined_acks=True,
+        records=True,
+        lookup=True,
+        reschedule=True,
+        queue_age=True,
+    )
     waiters: SQLiteWaiters
 
     def __init__(self, path: str, options: SQLiteOptions) -> None:
@@ -170,7 +184,7 @@ class SQLiteBackend(batched.BatchedBackend):
         self._real_work = clock.work_holder()
         alarms = self.begin_timers(scope)
         self._sweep_alarm = alarms.alarm(self._sweep_due)
-        self.open_line(SQLiteWaiters(alarms, self.sweep_in, self.notifications.cancelled.publish))
+        self.open_line(SQLiteWaiters(alarms, self.sweep_in, self.notifications))
         self._scope = scope
         self._batcher = Batcher(
             self._execute, resume=self._until_executed, undo=self.undo, name=f"mailbox {self.name!r}"
@@ -186,7 +200,7 @@ class SQLiteBackend(batched.BatchedBackend):
             raise
         self._number = self.waiters.mailbox = opening.result
         self._keep_at = self._now() + TRANSIENT_LIFE / 24 if self.name.startswith(TRANSIENT) else math.inf
-        self.notifications.cancelled.on_demand = self._listen_for_cancelled
+        self.notifications.cancelled.on_demand = self.notifications.results.on_demand = self._listen_on_demand
         shared.add_waiters(self.waiters)
         scope.start_soon(self._batcher.run, name=f"mailbox {self.name} batches", stop=self._batcher.stop)
 
@@ -282,7 +296,7 @@ class SQLiteBackend(batched.BatchedBackend):
         elif isinstance(settlement, Dead):
             command = batched.DeadLetterCommand(delivery, _writable(settlement))
         elif settlement.reply is None:
-            for error in (await self.acknowledge_many([delivery])).values():
+            for error in (await self.call(JoiningAcknowledge([delivery], settlement.result))).values():
                 raise error
             return
         else:
@@ -297,6 +311,23 @@ class SQLiteBackend(batched.BatchedBackend):
         check_column("a checkpoint", len(state))
         await super().checkpoint(delivery, state)
 
+    async def find(self, message_ids: list[str]) -> list[UnfinishedMessage]:
+        return await self.call(Find(message_ids))  # type: ignore[no-any-return]
+
+    async def reschedule(self, message_id: str, delay: float) -> RescheduleOutcome:
+        return await self.call(Reschedule(message_id, delay))  # type: ignore[no-any-return]
+
+    async def write_record(self, write: RecordWrite, envelopes: Sequence[Envelope] = ()) -> int | None:
+        for envelope in envelopes:
+            check_row("a message", envelope)
+        return await self.call(WriteRecord(write, list(envelopes), self._capacity))  # type: ignore[no-any-return]
+
+    async def find_records(self, kind: str, keys: list[str]) -> list[Record]:
+        return await self.call(FindRecords(kind, keys))  # type: ignore[no-any-return]
+
+    async def list_records(self, kind: str, limit: int, after: str | None) -> list[Record]:
+        return await self.call(ListRecords(kind, limit, after))  # type: ignore[no-any-return]
+
     async def call(self, command: Command) -> Any:
         if self._now() >= self._keep_at:
             await self._keep()
@@ -305,9 +336,9 @@ class SQLiteBackend(batched.BatchedBackend):
             raise lease_over(command.delivery)
         return await self._batcher.call(command)
 
-    def _listen_for_cancelled(self, wanted: bool) -> None:
-        if self._shared is not None and self._real and not (self.waiters.closed and wanted):
-            self._shared.listen(self.waiters, wanted)
+    def _listen_on_demand(self, wanted: bool) -> None:
+        if wanted and self._shared is not None and self._real and not self.waiters.closed:
+            self._shared.listen()
 
     def sibling(self, name: str) -> SQLiteBackend:
         return SQLiteBackend(self.path, self._options.with_values(name=name, capacity=None))

@@ -15,13 +15,18 @@ import selectors
 import socket
 import threading
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from mainspring.core import clock, random
 from mainspring.core.directory import open_directory
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 NOTE_SIZE = 512
-"""The most bytes that are read of a notification: that of a cancelled message has its id in it."""
+"""The most bytes that are read of a notification: that of a cancelled message, and that of results, have ids in them."""
 NEWS = "!"
+RESULTS = "="
 SHORTEST_QUEUE = 10
 """How many notifications any system keeps for a socket. Where as many have come, others may have been refused."""
 SETTLED = 0.03
@@ -32,6 +37,18 @@ each 10 ms, or finer; some have whole seconds."""
 def note_of(mailbox: int, message_id: str) -> bytes:
     """Return the notification that a message in flight was cancelled."""
     return f"{mailbox} {message_id}".encode()
+
+
+def notes_of_results(mailbox: int, message_ids: list[str]) -> Iterator[bytes]:
+    """Yield notifications that these messages were acknowledged with results: as few as have room for all ids."""
+    head = note = f"{RESULTS} {mailbox}".encode()
+    for message_id in message_ids:
+        longer = note + f" {message_id}".encode()
+        if len(longer) > NOTE_SIZE and note != head:
+            yield note
+            longer = head + longer[len(note) :]
+        note = longer
+    yield note
 
 
 class Notifier:
@@ -80,13 +97,15 @@ class Notifier:
 
 @dataclass
 class ReceivedNotifications:
-    """What was received: the ``names`` they were sent to, and messages that were ``cancelled`` (mailbox and id).
+    """What was received: the ``names`` they were sent to, messages that were ``cancelled`` (mailbox and id), and the ids of
+    messages that left ``results``, by mailbox.
 
     ``unknown``: there may be others, of any file.
     """
 
     names: set[str] = field(default_factory=set)
     cancelled: list[tuple[int, str]] = field(default_factory=list)
+    results: dict[int, list[str]] = field(default_factory=dict)
     unknown: bool = False
 
     def add(self, note: bytes) -> None:
@@ -96,6 +115,8 @@ class ReceivedNotifications:
             self.cancelled.append((int(kind), name))
         elif kind == NEWS and name:
             self.names.add(name)
+        elif kind == RESULTS and (mailbox := name.partition(" ")[0]).isdecimal():
+            self.results.setdefault(int(mailbox), []).extend(name.split(" ")[1:])
         else:
             self.unknown = True
 

@@ -9,13 +9,29 @@ Numbers (``seq``, ``pos``, ``lease``, ``place``) come from one counter, and are 
 0, which stands for the file itself: so the counter is mostly on the same page as the counts that change with it. Leases are
 in seconds since boot, and all of them belong to the boot named in ``store``. Dates, delays and expiries are POSIX seconds,
 because they outlast a restart of the machine.
+
+Records are beside the messages. Mailbox 0 says when the first of them ends, so a transaction need not look for those that have
+ended, and one without records reads no page of theirs.
 """
 
 # ruff: noqa: S608 - the statements are put together here, from constants; values are always bound
 from __future__ import annotations
 
 APPLICATION_ID = 0x4D53_5047  # "MSPG"
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
+
+RECORDS = """
+CREATE TABLE records (
+    mailbox INTEGER NOT NULL,
+    kind TEXT NOT NULL,
+    key TEXT NOT NULL,
+    version INTEGER NOT NULL,
+    expires_at REAL,
+    value BLOB NOT NULL,
+    PRIMARY KEY (mailbox, kind, key)
+) STRICT, WITHOUT ROWID;
+CREATE INDEX records_by_end ON records (expires_at) WHERE expires_at IS NOT NULL;
+"""
 
 SCHEMA = f"""
 CREATE TABLE store (
@@ -33,7 +49,8 @@ CREATE TABLE mailboxes (
     settled INTEGER NOT NULL DEFAULT 0,
     dead INTEGER NOT NULL DEFAULT 0,
     used_at REAL,                   -- of a transient one: when it was last opened or kept
-    tick INTEGER                    -- of mailbox 0: the last number that was used
+    tick INTEGER,                   -- of mailbox 0: the last number that was used
+    records_end REAL                -- of mailbox 0: no record of the file ends before
 ) STRICT;
 INSERT INTO mailboxes (id, name, tick) VALUES (0, '', 0);
 
@@ -113,7 +130,7 @@ CREATE TABLE dead (
 ) STRICT;
 CREATE INDEX dead_by_mailbox ON dead (mailbox, place);
 CREATE INDEX dead_by_id ON dead (mailbox, id);
-
+{RECORDS}
 PRAGMA application_id = {APPLICATION_ID};
 PRAGMA user_version = {SCHEMA_VERSION};
 """
@@ -135,6 +152,10 @@ ALTER TABLE store DROP COLUMN tick;
 ALTER TABLE store ADD COLUMN file_id TEXT;
 UPDATE store SET file_id = lower(hex(randomblob(16)));
 """,
+    4: f"""
+ALTER TABLE mailboxes ADD COLUMN records_end REAL;
+{RECORDS}
+""",
 }
 """What makes a file of the version that is the key one of the next version."""
 SET_VERSION = "PRAGMA user_version = {}"
@@ -151,9 +172,10 @@ VOID_LEASES = "UPDATE leases SET until = -1"
 # ------------------------------------------------------------------------------------------------- every transaction
 
 HEAD = """SELECT tick, (SELECT min(until) FROM leases), (SELECT min(due) FROM delayed),
-    (SELECT min(expires_at) FROM expiring) FROM mailboxes WHERE id = 0"""
+    (SELECT min(expires_at) FROM expiring), records_end FROM mailboxes WHERE id = 0"""
 TICK = "SELECT tick FROM mailboxes WHERE id = 0"
 SET_TICK = "UPDATE mailboxes SET tick = ? WHERE id = 0"
+SET_RECORDS_END = "UPDATE mailboxes SET records_end = ? WHERE id = 0"
 ADD_MAILBOX = "INSERT INTO mailboxes (id, name) SELECT max(?, coalesce(max(id), 0)) + 1, ? FROM mailboxes"
 LAST_MAILBOX = "SELECT max(id) FROM mailboxes"
 MAILBOX = "SELECT id FROM mailboxes WHERE name = ?"
@@ -258,12 +280,30 @@ COUNT_SOME_DEAD = "SELECT count(*) " + _SOME_DEAD
 DROP_ALL_DEAD = "DELETE " + _ALL_DEAD
 DROP_SOME_DEAD = "DELETE " + _SOME_DEAD
 
-# --------------------------------------------------------------------------------------------------------- cancelling
+# -------------------------------------------------------------------------------------------------------------- by id
 
 BY_ID = """SELECT seq, rank, reply_to, headers, expires_at FROM messages WHERE id = ? AND mailbox = ?"""
-LEASE_OF = "SELECT lease FROM leases WHERE mailbox = ? AND seq = ?"
+FIND = f"""SELECT m.seq, m.rank, m.id, m.body, m.deliveries, m.attempts, m.enqueued_at, m.first_received_at, m.reply_to,
+    m.headers, m.checkpoint, m.history FROM messages AS m WHERE m.id {_GIVEN} AND m.mailbox = ?"""
+DUE_OF = "SELECT due FROM delayed WHERE seq = ?"
+AT_OWN_PLACE = "SELECT 1 FROM ready WHERE mailbox = ? AND rank = ? AND pos = ? AND seq = ?"
+LEASE_OF = "SELECT lease, claimed_at FROM leases WHERE lease > ? AND seq = ?"
 FORGET_READY_FROM = "DELETE FROM ready WHERE mailbox = ? AND rank = ? AND pos >= ? AND seq = ?"
-FORGET_DELAYED_SEQ = "DELETE FROM delayed WHERE seq = ?"
+
+# ------------------------------------------------------------------------------------------------------------ records
+
+_RECORD = "SELECT kind, key, value, version FROM records WHERE mailbox = ? AND kind = ?"
+_NOT_ENDED = "coalesce(expires_at > ?, true)"
+VERSION_OF = f"SELECT version FROM records WHERE mailbox = ? AND kind = ? AND key = ? AND {_NOT_ENDED}"
+WRITE_RECORD = "REPLACE INTO records (mailbox, kind, key, version, expires_at, value) VALUES (?, ?, ?, ?, ?, ?)"
+DELETE_RECORD = "DELETE FROM records WHERE mailbox = ? AND kind = ? AND key = ?"
+FIND_RECORDS = f"{_RECORD} AND key {_GIVEN} AND {_NOT_ENDED}"
+FIRST_RECORDS = f"{_RECORD} AND {_NOT_ENDED} ORDER BY key LIMIT ?"
+NEXT_RECORDS = f"{_RECORD} AND key > ? AND {_NOT_ENDED} ORDER BY key LIMIT ?"
+END_RECORDS = """DELETE FROM records WHERE (mailbox, kind, key) IN (
+    SELECT mailbox, kind, key FROM records WHERE expires_at <= ? ORDER BY expires_at LIMIT ?)"""
+FIRST_END = "SELECT min(expires_at) FROM records WHERE expires_at IS NOT NULL"
+DROP_RECORDS = "DELETE FROM records WHERE mailbox = ?"
 
 # -------------------------------------------------------------------------------------------------- transient mailboxes
 

@@ -15,12 +15,13 @@ from mainspring.errors import ConfigError, MailboxConnectionError
 from mainspring.mailbox import batched
 from mainspring.mailbox.batched import Claim, Command
 from mainspring.mailbox.sqlite.connection import DatabaseFile
-from mainspring.mailbox.sqlite.notifier import Notifier, note_of
+from mainspring.mailbox.sqlite.notifier import Notifier, note_of, notes_of_results
 from mainspring.mailbox.sqlite.threads import INSPECT_EVERY, FileThreads, logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from mainspring.mailbox.backend import Notifications
     from mainspring.mailbox.sqlite.threads import FileWatcher, Writers
     from mainspring.mailbox.sqlite.unit_of_work import UnitOfWork
     from mainspring.runtime.interval import Alarms
@@ -51,22 +52,24 @@ class Rest(Command):
 class SQLiteWaiters(batched.Waiters):
     """The receives of one mailbox object that wait, as the store's threads see them.
 
-    ``signals`` is raised by those threads; ``cancelled`` is called with the ids of cancelled messages, also while no receive
-    waits if ``listens`` is set. ``due_in`` is called with the seconds until the next thing is due.
+    ``signals`` is raised by those threads. ``notifications`` are published on the event loop. ``due_in`` is called with the
+    seconds until the next thing is due.
     """
 
-    __slots__ = ("announced", "cancelled", "due_in", "listens", "loop", "mailbox")
+    __slots__ = ("announced", "due_in", "loop", "mailbox", "notifications")
 
-    def __init__(
-        self, alarms: Alarms, due_in: Callable[[float], None], cancelled: Callable[[list[str]], object]
-    ) -> None:
+    def __init__(self, alarms: Alarms, due_in: Callable[[float], None], notifications: Notifications) -> None:
         super().__init__(alarms)
         self.mailbox = 0
         self.loop = event_loop()
         self.due_in = due_in
-        self.cancelled = cancelled
-        self.listens = False
+        self.notifications = notifications
         self.announced = math.inf
+
+    @property
+    def listens(self) -> bool:
+        """True if notifications of other processes are wanted, also while no receive waits. Any thread may ask."""
+        return self.notifications.cancelled.is_wanted or self.notifications.results.is_wanted
 
 
 _OWN = (Inspect, Listen, Rest)
@@ -197,11 +200,9 @@ class SharedFile:
             if not group:
                 self._waiters.pop(waiters.mailbox, None)
 
-    def listen(self, waiters: SQLiteWaiters, wanted: bool) -> None:
-        """Set whether ``waiters`` are told of cancelled messages at once also while none of their receives waits."""
-        waiters.listens = wanted
-        if wanted:
-            self._submit_own(Listen(True))
+    def listen(self) -> None:
+        """Listen for notifications of other processes from now on, as long as they are wanted."""
+        self._submit_own(Listen(True))
 
     @property
     def in_use(self) -> bool:
@@ -305,12 +306,15 @@ class SharedFile:
             self._notifier.notify(own)
         for mailbox, message_id in work.cancelled:
             self._notifier.notify(own, note_of(mailbox, message_id))
+        for mailbox, message_ids in work.results.items():
+            for note in notes_of_results(mailbox, message_ids):
+                self._notifier.notify(own, note)
         if not self._waiters:
             return
         with self._lock:
             for mailbox, count in work.gained.items():
                 self._wake(mailbox, count)
-            self._tell_of_cancelled(work.cancelled)
+            self._tell_of_ended(work.cancelled, work.results)
             self._tell_of_nothing(work.empty, work.soonest, work.boot)
         if work.empty and real:
             self._listen(True)
@@ -335,10 +339,14 @@ class SharedFile:
     def _everybody(self) -> list[SQLiteWaiters]:
         return [waiters for group in self._waiters.values() for waiters in group]
 
-    def _tell_of_cancelled(self, cancelled: list[tuple[int, str]]) -> None:
+    def _tell_of_ended(self, cancelled: list[tuple[int, str]], results: dict[int, list[str]]) -> None:
         for mailbox, message_id in cancelled:
             for waiters in self._waiters.get(mailbox, ()):
-                process.call_soon(waiters.loop, partial(waiters.cancelled, [message_id]))
+                process.call_soon(waiters.loop, partial(waiters.notifications.cancelled.publish, [message_id]))
+        for mailbox, message_ids in results.items():
+            for waiters in self._waiters.get(mailbox, ()):
+                if waiters.notifications.results.is_wanted:
+                    process.call_soon(waiters.loop, partial(waiters.notifications.results.publish, message_ids))
 
     def _announce(self, soonest: float, boot: float, empty: set[int]) -> None:
         """Say when the next thing is due to the receives that wait, or are about to, and were not told yet."""
@@ -425,10 +433,10 @@ class SharedFile:
         if self._has_parked():
             self._submit_own(Inspect())
 
-    def on_cancelled(self, cancelled: list[tuple[int, str]]) -> None:
-        """Tell the holders of messages that these were cancelled in another process."""
+    def on_ended(self, cancelled: list[tuple[int, str]], results: dict[int, list[str]]) -> None:
+        """Tell of messages that were cancelled, or acknowledged with a result, in another process."""
         with self._lock:
-            self._tell_of_cancelled(cancelled)
+            self._tell_of_ended(cancelled, results)
 
     def _has_parked(self) -> bool:
         with self._lock:

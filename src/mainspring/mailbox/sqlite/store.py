@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from mainspring.errors import MailboxFullError
 from mainspring.mailbox import batched
 from mainspring.mailbox.backend import TRANSIENT, TRANSIENT_LIFE
 from mainspring.mailbox.codec import headers_of
 from mainspring.mailbox.limits import full, lease_over
-from mainspring.mailbox.message import UNKNOWN, Cancelled, CancelOutcome, ClaimedMessage, Counts, Dead
+from mainspring.mailbox.message import ClaimedMessage, Counts, Dead
 from mainspring.mailbox.sqlite import schema as sql
+from mainspring.mailbox.sqlite.lookup import Find, Reschedule, cancel, find, reschedule
+from mainspring.mailbox.sqlite.records import (
+    FindRecords,
+    ListRecords,
+    WriteRecord,
+    find_records,
+    keep_result,
+    list_records,
+    write_records,
+)
 from mainspring.mailbox.sqlite.unit_of_work import Inserts, UnitOfWork, do_what_is_due, enqueue, expire_ready
 
 if TYPE_CHECKING:
@@ -21,7 +32,7 @@ if TYPE_CHECKING:
     from apsw import Connection
 
     from mainspring.mailbox.batched import Command
-    from mainspring.mailbox.message import Envelope
+    from mainspring.mailbox.message import Envelope, Result
 
 
 MOST_DIGITS = 18
@@ -33,56 +44,6 @@ def is_lease(receipt_handle: str) -> bool:
     return receipt_handle.isascii() and receipt_handle.isdigit() and len(receipt_handle) <= MOST_DIGITS
 
 
-def cancel(work: UnitOfWork, commands: list[batched.Cancel]) -> None:
-    """End messages wherever they are; who has one in hand will be told."""
-    for command in commands:
-        command.result = UNKNOWN
-        for row in work.rows(sql.BY_ID, (command.message_id, command.mailbox)):
-            command.result = _end(work, command, *row)
-            break
-
-
-def _end(
-    work: UnitOfWork,
-    command: batched.Cancel,
-    seq: int,
-    rank: int,
-    reply_to: str | None,
-    headers: str | None,
-    expires: float | None,
-) -> Cancelled:
-    mailbox = command.mailbox
-    outcome = CancelOutcome.REMOVED
-    delta = work.delta(mailbox)
-    leases = work.rows(sql.LEASE_OF, (mailbox, seq))
-    if leases:
-        outcome = CancelOutcome.CANCELLED
-        work.execute(sql.DROP_LEASE, leases[0])
-        delta.in_flight -= 1
-        work.cancelled.append((mailbox, command.message_id))
-    else:
-        if expires is not None:
-            work.execute(sql.NOT_EXPIRING, (expires, seq))
-        work.execute(sql.FORGET_DELAYED_SEQ, (seq,))
-        if work.changes():
-            delta.delayed -= 1
-        else:
-            _leave_ready(work, mailbox, rank, seq)
-            delta.pending -= 1
-    work.execute(sql.DROP_MESSAGE, (seq,))
-    delta.settled += 1
-    return Cancelled(outcome, reply_to, {} if headers is None else headers_of(headers) or {})
-
-
-def _leave_ready(work: UnitOfWork, mailbox: int, rank: int, seq: int) -> None:
-    """Remove it from the pending ones. It is at the place of its own number, or, having come back once, behind that."""
-    for statement in (sql.FORGET_READY, sql.FORGET_READY_FROM):
-        place = (mailbox, rank, seq) if statement == sql.FORGET_READY else (mailbox, rank, seq, seq)
-        work.execute(statement, place)
-        if work.changes():
-            return
-
-
 def drop(work: UnitOfWork, commands: list[batched.Drop]) -> None:
     """Forget mailboxes."""
     for command in commands:
@@ -91,7 +52,7 @@ def drop(work: UnitOfWork, commands: list[batched.Drop]) -> None:
 
 def forget_mailbox(work: UnitOfWork, mailbox: int) -> None:
     """Drop a mailbox and everything in it, its counts too."""
-    for statement in (*sql.PURGE, sql.DROP_DEAD, sql.DROP_MAILBOX):
+    for statement in (*sql.PURGE, sql.DROP_DEAD, sql.DROP_RECORDS, sql.DROP_MAILBOX):
         work.execute(statement, (mailbox,))
 
 
@@ -102,7 +63,7 @@ def list_dead(work: UnitOfWork, commands: list[batched.ListDead]) -> None:
         command.result = [_dead_row(row) for row in work.rows(sql.DEAD_PAGE, values)]
 
 
-def find(work: UnitOfWork, commands: list[batched.FindDead]) -> None:
+def find_dead(work: UnitOfWork, commands: list[batched.FindDead]) -> None:
     """Find the dead letters of these ids."""
     for command in commands:
         values = (command.mailbox, json.dumps(command.ids))
@@ -189,7 +150,7 @@ def inspect(connection: Connection, waited_on: Sequence[int] = ()) -> tuple[dict
     looked up by one statement: this runs every second, with an id for each mailbox that is open.
     """
     head: list[tuple[Any, ...]] = connection.execute(sql.HEAD).fetchall()
-    _, until, due, expires = head[0]
+    _, until, due, expires, _ = head[0]
     waiting: list[tuple[Any, ...]] = connection.execute(sql.PENDING).fetchall()
     pending = dict(waiting)
     gone: list[tuple[Any, ...]] = connection.execute(sql.DROPPED, (json.dumps(waited_on),)).fetchall()
@@ -213,14 +174,10 @@ def _open(work: UnitOfWork, commands: list[batched.Open]) -> None:
 def _send(work: UnitOfWork, commands: list[batched.Send]) -> None:
     batch = Inserts(work)
     for command in commands:
-        envelopes = command.envelopes
-        if command.capacity is not None:
-            waiting = work.waiting(command.mailbox)
-            more = batch.how_many_new(command.mailbox, envelopes)
-            if more and waiting + more > command.capacity:
-                command.error = full(waiting, command.capacity, more)
-                continue
-        command.result = batch.add(command.mailbox, envelopes)
+        try:
+            command.result = batch.add_within(command.mailbox, command.envelopes, command.capacity)
+        except MailboxFullError as error:
+            command.error = error
     batch.write()
 
 
@@ -302,10 +259,12 @@ def _unclaim(work: UnitOfWork, commands: list[batched.Unclaim]) -> None:
 # ------------------------------------------------------------------------------------------------------------ settling
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class JoiningAcknowledge(batched.AcknowledgeMany):
-    """An acknowledgement that waits a moment for a claim, to share one transaction with it."""
+    """An acknowledgement that waits a moment for a claim, to share one transaction with it. One message may keep a result."""
 
     joins: ClassVar[bool] = True
+    keeps: Result | None = None
 
 
 def _acknowledge(work: UnitOfWork, commands: list[JoiningAcknowledge]) -> None:
@@ -324,6 +283,9 @@ def _acknowledge(work: UnitOfWork, commands: list[JoiningAcknowledge]) -> None:
         delta = work.delta(mailbox)
         delta.in_flight -= held
         delta.settled += held
+    for command in commands:
+        if command.keeps is not None and not command.result:
+            keep_result(work, command.mailbox, command.deliveries[0].message_id, command.keeps)
 
 
 def _only_held(work: UnitOfWork, mailbox: int, given: str, acks: list[tuple[JoiningAcknowledge, int]]) -> list[str]:
@@ -343,12 +305,14 @@ def _only_held(work: UnitOfWork, mailbox: int, given: str, acks: list[tuple[Join
 def _acknowledge_and_reply(work: UnitOfWork, commands: list[batched.Reply]) -> None:
     for command in commands:
         held = _take(work, command.mailbox, command.delivery, command)
-        reply = command.ack.reply
-        if held is None or reply is None:
+        if held is None:
             continue
         work.execute(sql.DROP_MESSAGE, (held[0],))
         work.delta(command.mailbox).settled += 1
-        _reply(work, reply)
+        if command.ack.reply is not None:
+            _reply(work, command.ack.reply)
+        if command.ack.result is not None:
+            keep_result(work, command.mailbox, command.delivery.message_id, command.ack.result)
 
 
 def _reply(work: UnitOfWork, reply: Envelope) -> None:
@@ -456,16 +420,21 @@ _IN_ORDER: tuple[tuple[type, Callable[[UnitOfWork, Any], None]], ...] = (
     (batched.Extend, _extend),
     (batched.Checkpoint, _save_checkpoint),
     (batched.Cancel, cancel),
+    (Reschedule, reschedule),
     (batched.Purge, _purge),
     (batched.Send, _send),
+    (WriteRecord, write_records),
     (batched.ReplayDead, replay_dead),
     (batched.PurgeDead, purge_dead),
     (batched.Claim, _claim),
     (batched.Sweep, _sweep),
     (batched.Count, _count),
     (batched.Drop, drop),
-    (batched.FindDead, find),
+    (Find, find),
+    (batched.FindDead, find_dead),
     (batched.ListDead, list_dead),
+    (FindRecords, find_records),
+    (ListRecords, list_records),
 )
-_EXACT = frozenset({batched.Count, batched.Purge, batched.ListDead, batched.FindDead, batched.Cancel})
+_EXACT = frozenset({batched.Count, batched.Purge, batched.ListDead, batched.FindDead, batched.Cancel, Find, Reschedule})
 """Commands whose result says what is where: before them, all that is due is done."""

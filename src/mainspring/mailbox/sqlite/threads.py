@@ -222,10 +222,10 @@ class FileWatcher:
                 inspect_at = math.inf
             if files:
                 inspect_at = min(inspect_at, now + INSPECT_EVERY)
-            for file, name in files.items() if received.names or received.cancelled else ():
+            for file, name in files.items() if received.names or received.cancelled or received.results else ():
                 if name in received.names:
                     file.on_news()
-                file.on_cancelled(received.cancelled)
+                file.on_ended(received.cancelled, received.results)
         self._listener.close()
 
 

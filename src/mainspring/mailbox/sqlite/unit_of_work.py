@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mainspring.errors import MailboxError
 from mainspring.mailbox.backend import TRANSIENT
-from mainspring.mailbox.limits import dropped
+from mainspring.mailbox.limits import dropped, full
 from mainspring.mailbox.message import EXPIRED
 from mainspring.mailbox.sqlite import schema as sql
 
@@ -43,7 +43,8 @@ class UnitOfWork:
     ``boot`` and ``wall`` are its instants. ``gained`` says by mailbox how many messages became pending, unless a later claim
     of the transaction took all there was; ``soonest`` is the earliest instant (since boot) at which more is due, as far as
     this transaction knows; ``dated`` says whether it made something due; ``empty`` holds the mailboxes where a claim found
-    nothing and will wait; ``cancelled`` the messages (mailbox and id) whose holders must hear of it.
+    nothing and will wait; ``cancelled`` the messages (mailbox and id) whose holders must hear of it; ``results`` the ids of
+    messages that were acknowledged with a result, by mailbox.
     """
 
     def __init__(self, connection: Connection, boot: float, wall: float) -> None:
@@ -56,21 +57,25 @@ class UnitOfWork:
         self.gained: dict[int, int] = {}
         self.empty: set[int] = set()
         self.cancelled: list[tuple[int, str]] = []
+        self.results: dict[int, list[str]] = {}
         self.soonest = math.inf
         self.dated = False
         self.named: Collection[int] = ()
         """The mailboxes that the commands of the transaction are for."""
         self._deltas: dict[int, CountDelta] = {}
+        self.tick: int
         self.ends: float | None
         self.due: float | None
         self.expires: float | None
+        self.records_end: float | None
         head = self.rows(sql.HEAD)
         if not head:
             raise MailboxError(
                 "the mailbox file is damaged: its counter is missing; restore a copy, or begin a new file"
             )
-        self.tick, self.ends, self.due, self.expires = head[0]
+        self.tick, self.ends, self.due, self.expires, self.records_end = head[0]
         self._first_tick = self.tick
+        self._first_records_end = self.records_end
 
     def rows(self, statement: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         """Return all rows that ``statement`` gives."""
@@ -159,12 +164,15 @@ class UnitOfWork:
         if self.tick != self._first_tick:
             self.execute(sql.SET_TICK, (self.tick,))
             self._first_tick = self.tick
+        if self.records_end != self._first_records_end:
+            self.execute(sql.SET_RECORDS_END, (self.records_end,))
+            self._first_records_end = self.records_end
         if self.empty:
             self.look_ahead()
 
     def look_ahead(self) -> None:
         """See when the next thing is due, for those who found nothing."""
-        _, ends, due, expires = self.row(sql.HEAD)
+        _, ends, due, expires, _ = self.row(sql.HEAD)
         if ends is not None:
             self.lease_until(ends)
         for date in (due, expires):
@@ -180,6 +188,8 @@ class UnitOfWork:
             self.gained[mailbox] = self.gained.get(mailbox, 0) + gained
         self.empty |= other.empty
         self.cancelled += other.cancelled
+        for mailbox, message_ids in other.results.items():
+            self.results.setdefault(mailbox, []).extend(message_ids)
         self.soonest = min(self.soonest, other.soonest)
         self.dated = self.dated or other.dated
         self.tick = other.tick
@@ -199,6 +209,8 @@ def do_what_is_due(work: UnitOfWork, exact: bool) -> None:
         _end_delays(work, limit)
     if work.expires is not None and work.expires <= wall:
         expire(work, limit)
+    if work.records_end is not None and work.records_end <= wall:
+        _end_records(work)
 
 
 def enqueue(
@@ -271,6 +283,12 @@ def expire_ready(work: UnitOfWork, mailbox: int, rank: int, pos: int, seq: int, 
     work.dead_letter(mailbox, seq, EXPIRED, 0, None, expires_at)
 
 
+def _end_records(work: UnitOfWork) -> None:
+    """Delete records that have ended, and note when the next one does. None that is left counts: reads leave it out."""
+    work.execute(sql.END_RECORDS, (work.wall, AT_ONCE))
+    work.records_end = work.value(sql.FIRST_END)
+
+
 class Inserts:
     """New messages of one transaction, written together. ``_values`` holds their columns, row after row."""
 
@@ -310,7 +328,19 @@ class Inserts:
         work.tick = seq
         return ids
 
-    def how_many_new(self, mailbox: int, envelopes: list[Envelope]) -> int:
+    def add_within(self, mailbox: int, envelopes: list[Envelope], capacity: int | None) -> list[str]:
+        """Take messages if there is room for all of them.
+
+        :raises MailboxFullError: there is none; nothing was taken.
+        """
+        if capacity is not None:
+            waiting = self._work.waiting(mailbox)
+            more = self._how_many_new(mailbox, envelopes)
+            if more and waiting + more > capacity:
+                raise full(waiting, capacity, more)
+        return self.add(mailbox, envelopes)
+
+    def _how_many_new(self, mailbox: int, envelopes: list[Envelope]) -> int:
         """Return how many of them are no repetition of an unfinished message, or of one another."""
         keys = {e.dedup_key for e in envelopes if e.dedup_key is not None}
         without_key = sum(e.dedup_key is None for e in envelopes)
