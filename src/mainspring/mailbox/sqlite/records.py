@@ -80,9 +80,8 @@ def find_records(work: UnitOfWork, commands: list[FindRecords]) -> None:
 def list_records(work: UnitOfWork, commands: list[ListRecords]) -> None:
     """List records in the order of their keys, which is that of their UTF-8 and so of their code points."""
     for command in commands:
-        after = () if command.after is None else (command.after,)
-        values = (command.mailbox, command.kind, *after, work.wall, command.limit)
-        command.result = _records(work, sql.NEXT_RECORDS if after else sql.FIRST_RECORDS, values)
+        values = (command.mailbox, command.kind, command.after, command.after, work.wall, command.limit)
+        command.result = _records(work, sql.LIST_RECORDS, values)
 
 
 def _version_of(work: UnitOfWork, mailbox: int, write: RecordWrite) -> int:

@@ -298,8 +298,7 @@ VERSION_OF = f"SELECT version FROM records WHERE mailbox = ? AND kind = ? AND ke
 WRITE_RECORD = "REPLACE INTO records (mailbox, kind, key, version, expires_at, value) VALUES (?, ?, ?, ?, ?, ?)"
 DELETE_RECORD = "DELETE FROM records WHERE mailbox = ? AND kind = ? AND key = ?"
 FIND_RECORDS = f"{_RECORD} AND key {_GIVEN} AND {_NOT_ENDED}"
-FIRST_RECORDS = f"{_RECORD} AND {_NOT_ENDED} ORDER BY key LIMIT ?"
-NEXT_RECORDS = f"{_RECORD} AND key > ? AND {_NOT_ENDED} ORDER BY key LIMIT ?"
+LIST_RECORDS = f"{_RECORD} AND key >= coalesce(?, '') AND key IS NOT ? AND {_NOT_ENDED} ORDER BY key LIMIT ?"
 END_RECORDS = """DELETE FROM records WHERE (mailbox, kind, key) IN (
     SELECT mailbox, kind, key FROM records WHERE expires_at <= ? ORDER BY expires_at LIMIT ?)"""
 FIRST_END = "SELECT min(expires_at) FROM records WHERE expires_at IS NOT NULL"
