@@ -16,9 +16,22 @@ from servers import RedisServer
 
 pytestmark = pytest.mark.anyio
 
-KEYS = (
-    "messages ready delayed leases state more dedup expiry dead dead_order dead_details waiters bodies".split()  # noqa: SIM905
-)
+KEYS = [
+    *(
+        "messages",
+        "ready",
+        "delayed",
+        "leases",
+        "state",
+        "more",
+        "dedup",
+        "expiry",
+        "dead",
+        "dead_order",
+        "dead_details",
+    ),
+    *("waiters", "bodies", "records", "record_names", "record_ends"),
+]
 LARGE = "x" * 100_000
 """A body that is kept apart."""
 LUA = files("mainspring.mailbox.redis").joinpath("lua")

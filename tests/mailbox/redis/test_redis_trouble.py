@@ -17,7 +17,8 @@ from mainspring import (
 )
 from mainspring.mailbox import batched
 from mainspring.mailbox.message import CancelOutcome, Counts, Envelope
-from mainspring.mailbox.redis.commands import FunctionCall, Leave, calls_for, claimed_at, keys_of
+from mainspring.mailbox.redis.client import FunctionCall, calls_for
+from mainspring.mailbox.redis.commands import Leave, claimed_at, keys_of
 from mainspring.mailbox.redis.mailbox import RedisMailbox
 from redis_support import CALLS, line_to, place, soon, used_memory
 from scripted_redis import Scripted, Sentinel, hello

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio
@@ -19,37 +20,41 @@ from mainspring.core.clock import loop_clock
 from mainspring.core.loggers import Logger
 from mainspring.core.package_files import read_package_file
 from mainspring.errors import ConfigError, MailboxConnectionError
-from mainspring.mailbox.batched import Send
+from mainspring.mailbox.batched import AcknowledgeMany, Send
 from mainspring.mailbox.limits import SILENCE, check_size
 from mainspring.mailbox.redis.commands import (
+    AGAIN,
     MICRO,
     OPERATIONS,
     TAKES,
-    BodiesCall,
-    FunctionCall,
+    FetchBodies,
     RedisClaim,
     UndoLostClaims,
     base_of,
     bodies_of,
-    calls_for,
     joined,
     keys_of,
+    record_keys_of,
     stored_size,
 )
 from mainspring.mailbox.redis.connection import LOST, RECONNECT_INITIAL, ServerError, explain, is_refusal, pack
+from mainspring.mailbox.redis.records import RECORD_OPERATIONS
 from mainspring.mailbox.redis.topology import FOR_CALLS, Topology
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
+    from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Sequence
 
     from mainspring.mailbox.batched import Command
-    from mainspring.mailbox.message import Envelope
+    from mainspring.mailbox.message import ClaimedMessage, Envelope
     from mainspring.mailbox.redis.commands import Argument
     from mainspring.mailbox.redis.connection import Channel
     from mainspring.mailbox.redis.settings import RedisServer
     from mainspring.mailbox.settings import Host
     from mainspring.runtime.interval import Alarms
 
+_OPERATIONS: Final = OPERATIONS | RECORD_OPERATIONS
+MOST_ARGUMENTS: Final = 50_000
+"""Of one call, unless a single operation has more: the server serves no other client meanwhile."""
 TRIES: Final = 4
 LARGE: Final = 16_384
 """Bytes of an argument that is copied once only on its way out."""
@@ -70,7 +75,138 @@ def library() -> tuple[bytes, bytes]:
     return b"#!lua name=%b\nlocal NAME = '%b'\n%b" % (name, name, text), name
 
 
-_PARTS: Final = ("store", "permissions", "sweep", "listeners", "messages", "dead", "recovery", "run")
+_PARTS: Final = ("store", "permissions", "sweep", "listeners", "messages", "records", "dead", "recovery", "run")
+
+
+# ------------------------------------------------------------------------------------------------------------------ calls
+
+
+@dataclass(eq=False, slots=True)
+class FunctionCall:
+    """One call of the library for the mailbox ``name``."""
+
+    name: str
+    keys: tuple[bytes, ...]
+    leased_at: float = 0.0
+    """The instant (anyio's clock) just before the call."""
+    waiter: Callable[[int], str] = lambda _: ""
+    """Returns the name on the list of waiters for a receive that wants leases of that many microseconds."""
+    arguments: list[Argument] = field(default_factory=list)
+    failed: list[Command] = field(default_factory=list)
+    """The commands that failed on the server."""
+    last_claim: int = 0
+    """When the last of its claims was made."""
+    groups: list[Sequence[Command]] = field(default_factory=list)
+    """Its operations: each is one command, or several of one kind, and has one result."""
+    others: dict[bytes, int] = field(default_factory=dict)
+    """By the first of them: keys of other mailboxes and of records, as the number of keys before them."""
+    bodies: list[bytes] = field(default_factory=list)
+    """Ids and bodies that are stored just before the call, with a command of their own."""
+
+    def mailbox(self, name: str) -> int:
+        """Return the number of keys before those of a mailbox, which are of the call from now on."""
+        return 0 if name == self.name else self._behind(keys_of(name))
+
+    def records(self, name: str) -> int:
+        """Return the number of keys before those of a mailbox's records, which are of the call from now on."""
+        return self._behind(record_keys_of(name))
+
+    def _behind(self, keys: tuple[bytes, ...]) -> int:
+        if keys[0] not in self.others:
+            self.others[keys[0]] = len(self.keys)
+            self.keys += keys
+        return self.others[keys[0]]
+
+    def take(self, results: list[Any]) -> tuple[int, int, int]:
+        """Give the results out. Return the microseconds until more is due (-1: unknown), the server's time, and the number of
+        index entries without a record that were dropped.
+
+        An operation that failed on the server fails alone.
+        """
+        due, now, dropped, *failures = results[len(self.groups) :]
+        for at in range(0, len(failures), 2):
+            text = failures[at + 1].decode("utf-8", "replace")
+            for command in self.groups[failures[at]]:
+                command.error = MailboxConnectionError(f"the Redis server says: {text}")
+                self.failed.append(command)
+        failed = failures[::2]
+        for number, (group, result) in enumerate(zip(self.groups, results, strict=False)):
+            if number not in failed:
+                _OPERATIONS[type(group[0])].take(self, group, result)
+            for command in group:
+                command.done = True
+        return due, now, dropped
+
+
+@dataclass(eq=False, slots=True)
+class BodiesCall:
+    """The command that fetches bodies of the mailbox ``name``. It is no call of the library, which would copy them."""
+
+    name: str
+    fetches: Sequence[Any]
+
+    @property
+    def deliveries(self) -> list[ClaimedMessage]:
+        """Return the messages whose bodies it fetches."""
+        return [delivery for fetch in self.fetches for delivery in fetch.deliveries]
+
+    def take(self, bodies: list[bytes | None]) -> None:
+        """Give the bodies out."""
+        for delivery, body in zip(self.deliveries, bodies, strict=True):
+            delivery.body, delivery.is_readable = body or b"", body is not None
+        for fetch in self.fetches:
+            fetch.done = True
+
+
+def calls_for(
+    name: str,
+    keys: tuple[bytes, ...],
+    commands: list[Command],
+    leased_at: float = 0.0,
+    waiter: Callable[[int], str] = lambda _: "",
+) -> Iterator[FunctionCall | BodiesCall]:
+    """Yield the calls that do ``commands``, in the order of the operations; as a rule it is one call.
+
+    The callers of one batch do not know of each other, so any order is right. Neighbours of one kind are written as one.
+    """
+    call = FunctionCall(name, keys, leased_at, waiter)
+    groups: Iterable[list[Command]] = [commands]
+    if len(commands) > 1:
+        groups = (list(alike) for _, alike in groupby(sorted(commands, key=_order), key=_kind))
+    for group in groups:
+        if isinstance(group[0], FetchBodies):  # the last of the groups
+            if call.groups:
+                yield call
+            yield BodiesCall(name, group)
+            return
+        if len(call.arguments) >= MOST_ARGUMENTS:
+            yield call
+            call = FunctionCall(name, keys, leased_at, waiter)
+        _OPERATIONS[type(group[0])].write(call, group)
+        call.groups.append(group)
+    yield call
+
+
+def _order(command: Command) -> int:
+    return _OPERATIONS[type(command)].order
+
+
+def _kind(command: Command) -> Hashable:
+    """Return a value that is the same for commands that are written as one operation."""
+    if isinstance(command, AcknowledgeMany):
+        return AcknowledgeMany
+    if isinstance(command, FetchBodies):
+        return FetchBodies
+    if isinstance(command, RedisClaim):
+        return RedisClaim, command.visibility
+    if isinstance(command, Send) and len(command.envelopes) == 1 and command.capacity is None:
+        envelope = command.envelopes[0]
+        if envelope.dedup_key is None and command.result is not AGAIN:
+            return Send, envelope.priority, envelope.delay, envelope.expires_in
+    return command
+
+
+# ----------------------------------------------------------------------------------------------------------------- client
 
 
 class Client:
@@ -428,7 +564,7 @@ class Batches:
     def _note_trouble(self, call: FunctionCall, dropped: int) -> None:
         if dropped:
             self.note_dropped(dropped)
-        retried = [command for command in call.failed if OPERATIONS[type(command)].retried]
+        retried = [command for command in call.failed if _OPERATIONS[type(command)].retried]
         for command in retried:
             command.error, command.done = None, False
         if retried:
@@ -444,7 +580,7 @@ class Batches:
     def _keep_unconfirmed(self) -> None:
         """Keep what a failed call must do for the next call, with an operation that undoes its claims."""
         self._call = None
-        retried = [command for command in self._commands if OPERATIONS[type(command)].retried and not command.done]
+        retried = [command for command in self._commands if _OPERATIONS[type(command)].retried and not command.done]
         self._unconfirmed = joined([*self._unconfirmed, *retried])
         claimed = any(type(command) is RedisClaim and not command.done for command in self._commands)
         if claimed and not any(type(command) is UndoLostClaims for command in self._unconfirmed):

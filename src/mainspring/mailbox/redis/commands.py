@@ -1,14 +1,14 @@
 """What a Redis mailbox asks of its library of functions: the arguments of each operation, and how its result is read.
 
 First come the keys of a mailbox, and how a message is kept; then the commands that only Redis has. Then, for each kind of
-command, come the function that writes it and the function that reads its result, in one table (``OPERATIONS``).
+command, come the function that writes it and the function that reads its result, in one table (``OPERATIONS``). What concerns
+records is in ``records``.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, replace
-from itertools import groupby
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -25,15 +25,20 @@ from mainspring.mailbox.message import (
     ClaimedMessage,
     Counts,
     Dead,
+    MessagePlace,
+    RescheduleOutcome,
+    UnfinishedMessage,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from mainspring.mailbox.message import Envelope
+    from mainspring.mailbox.redis.client import FunctionCall
 
     Argument = str | int | bytes
 
+_OUTCOMES: Final = (RescheduleOutcome.UNKNOWN, RescheduleOutcome.IN_FLIGHT, RescheduleOutcome.RESCHEDULED)
 _message_id, _dedup_key = attrgetter("message_id"), attrgetter("dedup_key")
 _KEYS: Final = (
     "messages",
@@ -50,6 +55,7 @@ _KEYS: Final = (
     "waiters",
     "bodies",
 )
+_RECORD_KEYS: Final = ("records", "record_names", "record_ends")
 MICRO: Final = 1_000_000
 LONGEST_NUMBER: Final = 20
 PLAIN: Final = b"-"
@@ -57,10 +63,9 @@ APART: Final = b"@"
 """Stands before the head of a message whose body is kept apart, in the key ``bodies``."""
 LARGE: Final = 65_536
 """Bytes above which a body is kept apart."""
-MOST_ARGUMENTS: Final = 50_000
-"""Of one call, unless a single operation has more: the server serves no other client meanwhile."""
 MOST_DEAD: Final = 1_000
 """Dead letters that one operation moves: other callers are to be served in between."""
+NO_MEMORY: Final = "the Redis server's memory is full (OOM): let workers drain it, or raise maxmemory"
 AGAIN: Final[list[Any]] = []
 """The result of a command if the library has to do more that is due before it can do it: nothing, not even for a claim."""
 
@@ -76,6 +81,12 @@ def keys_of(name: str) -> tuple[bytes, ...]:
     return tuple(base + key.encode() for key in _KEYS)
 
 
+def record_keys_of(name: str) -> tuple[bytes, ...]:
+    """Return the keys of a mailbox's records in the order of the library; they are of the calls that need them only."""
+    base = base_of(name)
+    return tuple(base + key.encode() for key in _RECORD_KEYS)
+
+
 def bodies_of(name: str) -> bytes:
     """Return the key of the bodies that are kept apart."""
     return base_of(name) + b"bodies"
@@ -89,6 +100,11 @@ def encoded(text: str) -> bytes:
 def micros(seconds: float) -> int:
     """Convert seconds to the microseconds of the library."""
     return round(seconds * MICRO)
+
+
+def life_of(expires_in: float | None) -> int:
+    """Return the microseconds after which something expires, as the library takes them; 0: never."""
+    return 0 if expires_in is None else max(1, micros(expires_in))
 
 
 # ---------------------------------------------------------------------------------------------------- how a message is kept
@@ -152,6 +168,31 @@ def delivery_of(token: bytes, value: bytes, details: dict[bytes, bytes] | None, 
         delivery.checkpoint = details.get(b"c")
         delivery.history = details[b"h"].decode("utf-8", "replace") if b"h" in details else None
     return delivery
+
+
+def _read_unfinished(
+    message_id: str, value: bytes, place: bytes, rank: bytes, when: int, *known: bytes | None
+) -> UnfinishedMessage:
+    """Read a message that was found. ``when``: the delayed one is due, the one in flight was claimed (0: not known).
+
+    ``known``: its counts, checkpoint and history, if it has them.
+    """
+    counts, checkpoint, history = known
+    at = MessagePlace(place.decode())
+    is_held = at is MessagePlace.IN_FLIGHT
+    ended, charged, first = _numbers(counts or b"", 3)
+    try:
+        sent, body, reply_to, headers = read_message(value)
+    except SerializationError:
+        sent, body, reply_to, headers = 0.0, value, None, {}
+    message = ClaimedMessage(
+        message_id, body, "", ended + is_held, charged + is_held, sent, first / MICRO, reply_to, headers
+    )
+    if is_held and not first:
+        message.first_received_at = when / MICRO
+    message.checkpoint = checkpoint
+    message.history = None if history is None else history.decode("utf-8", "replace")
+    return UnfinishedMessage(message, at, when / MICRO if at is MessagePlace.DELAYED else None, -int(rank))
 
 
 def _numbers(text: bytes, count: int) -> list[int]:
@@ -260,6 +301,21 @@ class FetchBodies(Command):
 
 
 @dataclass(eq=False, repr=False, slots=True)
+class Find(Command):
+    """Results in those of the messages with these ids that are unfinished."""
+
+    ids: list[str]
+
+
+@dataclass(eq=False, repr=False, slots=True)
+class Reschedule(Command):
+    """Let a message that waits be pending ``delay`` seconds from now; results in a :class:`RescheduleOutcome`."""
+
+    message_id: str
+    delay: float
+
+
+@dataclass(eq=False, repr=False, slots=True)
 class WakeOthers(Command):
     """Wake ``count`` other processes, as this one was woken for messages that no receive here takes."""
 
@@ -338,7 +394,7 @@ def joined(retried: list[Command]) -> list[Command]:
 def _write_sends(call: FunctionCall, sends: Sequence[batched.Send]) -> None:
     envelopes = sends[0].envelopes if len(sends) == 1 else [send.envelopes[0] for send in sends]
     first, most = envelopes[0], sends[0].capacity  # the others differ from the first in body, headers and key only
-    expires = 0 if first.expires_in is None else max(1, micros(first.expires_in))
+    expires = 0 if first.expires_in is None else life_of(first.expires_in)
     has_keys = any(map(_dedup_key, envelopes))
     # The mailbox of a requester may be gone: a body would stay there for ever. A second try is for a body that was not there.
     keeps_apart = not (call.name.startswith("~") or sends[0].result is AGAIN)
@@ -377,9 +433,7 @@ def _take_sends(call: FunctionCall, sends: Sequence[batched.Send], result: Any) 
         first.result = [str(message_id, "utf-8", "replace") for message_id in result]
     elif problem is not None:
         for send in sends:
-            send.error = MailboxConnectionError(
-                "the Redis server's memory is full (OOM): let workers drain it, or raise maxmemory"
-            )
+            send.error = MailboxConnectionError(NO_MEMORY)
     else:
         for send in sends:
             send.result = list(map(_message_id, send.envelopes))
@@ -440,22 +494,22 @@ def _nack(call: FunctionCall, command: batched.NackCommand) -> tuple[Argument, .
     return "nack", receipt, micros(how.delay), int(how.charge), int(how.front), how.history or ""
 
 
-def _reply_part(call: FunctionCall, reply: Envelope | None) -> tuple[Argument, ...]:
+def reply_part(call: FunctionCall, reply: Envelope | None) -> tuple[Argument, ...]:
     """Return the reply that leaves with a settlement: its mailbox, rank, id and value."""
     if reply is None:
         return (-1,)
     value = head_of(replace(reply, reply_to=None)) + reply.body
-    return call.number(reply.reply_to or ""), -reply.priority, reply.message_id, value
+    return call.mailbox(reply.reply_to or ""), -reply.priority, reply.message_id, value
 
 
 def _reply(call: FunctionCall, command: batched.Reply) -> tuple[Argument, ...]:
-    return "reply", encoded(command.delivery.receipt_handle), *_reply_part(call, command.ack.reply)
+    return "reply", encoded(command.delivery.receipt_handle), *reply_part(call, command.ack.reply)
 
 
 def _dead_letter(call: FunctionCall, command: batched.DeadLetterCommand) -> tuple[Argument, ...]:
     dead = command.dead
     settled = ("dead_letter", encoded(command.delivery.receipt_handle), _write_reason(dead), dead.history or "")
-    return *settled, *_reply_part(call, dead.reply)
+    return *settled, *reply_part(call, dead.reply)
 
 
 def _ids(message_ids: list[str] | None) -> tuple[Argument, ...]:
@@ -472,7 +526,7 @@ def _take_number(command: Command, result: Any) -> None:
     command.result = AGAIN if result == -1 else result
 
 
-def _take_settled(command: batched.OfDelivery, result: Any) -> None:
+def take_settled(command: batched.OfDelivery, result: Any) -> None:
     if not result:
         command.error = lease_over(command.delivery)
 
@@ -493,6 +547,14 @@ def _take_cancelled(command: batched.Cancel, result: Any) -> None:
     except SerializationError:
         reply_to, headers = None, {}
     command.result = Cancelled(outcome, reply_to, headers)
+
+
+def _take_found(command: Find, result: Any) -> None:
+    command.result = AGAIN if result == -1 else [_read_unfinished(command.ids[row[0]], *row[1:]) for row in result]
+
+
+def _take_rescheduled(command: Reschedule, result: Any) -> None:
+    command.result = AGAIN if result == -1 else _OUTCOMES[result]
 
 
 def _take_counts(command: batched.Count, result: Any) -> None:
@@ -539,9 +601,9 @@ class Operation:
     retried: bool = False
 
 
-def _single(
+def single(
     order: int,
-    arguments: Callable[[FunctionCall, Any], tuple[Argument, ...]],
+    arguments: Callable[[FunctionCall, Any], Iterable[Argument]],
     take: Callable[[Any, Any], None] = _take_number,
     *,
     retried: bool = False,
@@ -558,161 +620,40 @@ def _single(
 
 
 OPERATIONS: Final[dict[type[Command], Operation]] = {
-    Leave: _single(0, _leave, _take_left, retried=True),
-    RemoveWaiters: _single(0, lambda _, c: ("remove_waiters", len(c.waiters), *sorted(c.waiters)), retried=True),
-    UndoLostClaims: _single(0, lambda _, c: ("undo_lost_claims", c.claimant, c.last_claim), retried=True),
-    batched.Unclaim: _single(
+    Leave: single(0, _leave, _take_left, retried=True),
+    RemoveWaiters: single(0, lambda _, c: ("remove_waiters", len(c.waiters), *sorted(c.waiters)), retried=True),
+    UndoLostClaims: single(0, lambda _, c: ("undo_lost_claims", c.claimant, c.last_claim), retried=True),
+    batched.Unclaim: single(
         0, lambda _, c: ("unclaim", len(c.deliveries), *(d.receipt_handle for d in c.deliveries)), retried=True
     ),
-    RedisOpen: _single(0, lambda _, c: ("open", recovery_of(c.recovery)), _take_open),
+    RedisOpen: single(0, lambda call, c: ("open", recovery_of(c.recovery), call.records(call.name)), _take_open),
     AcknowledgeMany: Operation(1, _write_acks, _take_acks),
-    batched.Reply: _single(2, _reply, _take_settled),
-    batched.DeadLetterCommand: _single(2, _dead_letter, _take_settled),
-    batched.NackCommand: _single(2, _nack, _take_settled),
-    batched.Extend: _single(
-        2, lambda _, c: ("extend", encoded(c.delivery.receipt_handle), micros(c.timeout)), _take_settled
+    batched.Reply: single(2, _reply, take_settled),
+    batched.DeadLetterCommand: single(2, _dead_letter, take_settled),
+    batched.NackCommand: single(2, _nack, take_settled),
+    batched.Extend: single(
+        2, lambda _, c: ("extend", encoded(c.delivery.receipt_handle), micros(c.timeout)), take_settled
     ),
-    batched.Checkpoint: _single(
-        2, lambda _, c: ("checkpoint", encoded(c.delivery.receipt_handle), c.state), _take_settled
+    batched.Checkpoint: single(
+        2, lambda _, c: ("checkpoint", encoded(c.delivery.receipt_handle), c.state), take_settled
     ),
-    batched.Cancel: _single(3, lambda _, c: ("cancel", encoded(c.message_id)), _take_cancelled),
-    batched.Purge: _single(4, lambda *_: ("purge",)),
+    batched.Cancel: single(3, lambda _, c: ("cancel", encoded(c.message_id)), _take_cancelled),
+    Reschedule: single(3, lambda _, c: ("reschedule", encoded(c.message_id), micros(c.delay)), _take_rescheduled),
+    batched.Purge: single(4, lambda *_: ("purge",)),
     batched.Send: Operation(5, _write_sends, _take_sends),
-    batched.ReplayDead: _single(
+    batched.ReplayDead: single(
         6,
         lambda _, c: ("replay_dead", -1 if c.capacity is None else c.capacity, MOST_DEAD, *_ids(c.ids)),
         _take_replayed,
     ),
-    batched.PurgeDead: _single(6, lambda _, c: ("purge_dead", MOST_DEAD, *_ids(c.ids))),
-    WakeOthers: _single(7, lambda _, c: ("wake_others", c.count)),
+    batched.PurgeDead: single(6, lambda _, c: ("purge_dead", MOST_DEAD, *_ids(c.ids))),
+    WakeOthers: single(7, lambda _, c: ("wake_others", c.count)),
     RedisClaim: Operation(8, _write_claims, _take_claims),
-    RedisSweep: _single(9, lambda _, c: ("sweep", c.waiter())),
-    batched.Count: _single(10, lambda *_: ("count",), _take_counts),
-    batched.ListDead: _single(10, lambda _, c: ("list_dead", c.limit, encoded(c.after or "")), _take_dead),
-    batched.FindDead: _single(10, lambda _, c: ("find_dead", *_ids(c.ids)), _take_dead),
-    batched.Drop: _single(12, lambda *_: ("drop",)),
-    FetchBodies: _single(13, lambda *_: ()),  # a call of its own: BodiesCall
+    RedisSweep: single(9, lambda _, c: ("sweep", c.waiter())),
+    batched.Count: single(10, lambda *_: ("count",), _take_counts),
+    batched.ListDead: single(10, lambda _, c: ("list_dead", c.limit, encoded(c.after or "")), _take_dead),
+    batched.FindDead: single(10, lambda _, c: ("find_dead", *_ids(c.ids)), _take_dead),
+    Find: single(10, lambda _, c: ("find", *_ids(c.ids)), _take_found),
+    batched.Drop: single(12, lambda call, _: ("drop", call.records(call.name))),
+    FetchBodies: single(13, lambda *_: ()),  # a call of its own: BodiesCall
 }
-
-
-# ------------------------------------------------------------------------------------------------------------------ calls
-
-
-@dataclass(eq=False, slots=True)
-class FunctionCall:
-    """One call of the library for the mailbox ``name``."""
-
-    name: str
-    keys: tuple[bytes, ...]
-    leased_at: float = 0.0
-    """The instant (anyio's clock) just before the call."""
-    waiter: Callable[[int], str] = lambda _: ""
-    """Returns the name on the list of waiters for a receive that wants leases of that many microseconds."""
-    arguments: list[Argument] = field(default_factory=list)
-    failed: list[Command] = field(default_factory=list)
-    """The commands that failed on the server."""
-    last_claim: int = 0
-    """When the last of its claims was made."""
-    groups: list[Sequence[Command]] = field(default_factory=list)
-    """Its operations: each is one command, or several of one kind, and has one result."""
-    others: dict[str, int] = field(default_factory=dict)
-    """The numbers of other mailboxes of the call."""
-    bodies: list[bytes] = field(default_factory=list)
-    """Ids and bodies that are stored just before the call, with a command of their own."""
-
-    def number(self, name: str) -> int:
-        """Return the number of another mailbox of the call; 0 is this one."""
-        if name == self.name:
-            return 0
-        if name not in self.others:
-            self.others[name] = len(self.others) + 1
-            self.keys += keys_of(name)
-        return self.others[name]
-
-    def take(self, results: list[Any]) -> tuple[int, int, int]:
-        """Give the results out. Return the microseconds until more is due (-1: unknown), the server's time, and the number of
-        index entries without a record that were dropped.
-
-        An operation that failed on the server fails alone.
-        """
-        due, now, dropped, *failures = results[len(self.groups) :]
-        for at in range(0, len(failures), 2):
-            text = failures[at + 1].decode("utf-8", "replace")
-            for command in self.groups[failures[at]]:
-                command.error = MailboxConnectionError(f"the Redis server says: {text}")
-                self.failed.append(command)
-        failed = failures[::2]
-        for number, (group, result) in enumerate(zip(self.groups, results, strict=False)):
-            if number not in failed:
-                OPERATIONS[type(group[0])].take(self, group, result)
-            for command in group:
-                command.done = True
-        return due, now, dropped
-
-
-@dataclass(eq=False, slots=True)
-class BodiesCall:
-    """The command that fetches bodies of the mailbox ``name``. It is no call of the library, which would copy them."""
-
-    name: str
-    fetches: Sequence[Any]
-
-    @property
-    def deliveries(self) -> list[ClaimedMessage]:
-        """Return the messages whose bodies it fetches."""
-        return [delivery for fetch in self.fetches for delivery in fetch.deliveries]
-
-    def take(self, bodies: list[bytes | None]) -> None:
-        """Give the bodies out."""
-        for delivery, body in zip(self.deliveries, bodies, strict=True):
-            delivery.body, delivery.is_readable = body or b"", body is not None
-        for fetch in self.fetches:
-            fetch.done = True
-
-
-def calls_for(
-    name: str,
-    keys: tuple[bytes, ...],
-    commands: list[Command],
-    leased_at: float = 0.0,
-    waiter: Callable[[int], str] = lambda _: "",
-) -> Iterator[FunctionCall | BodiesCall]:
-    """Yield the calls that do ``commands``, in the order of the operations; as a rule it is one call.
-
-    The callers of one batch do not know of each other, so any order is right. Neighbours of one kind are written as one.
-    """
-    call = FunctionCall(name, keys, leased_at, waiter)
-    groups: Iterable[list[Command]] = [commands]
-    if len(commands) > 1:
-        groups = (list(alike) for _, alike in groupby(sorted(commands, key=_order), key=_kind))
-    for group in groups:
-        if isinstance(group[0], FetchBodies):  # the last of the groups
-            if call.groups:
-                yield call
-            yield BodiesCall(name, group)
-            return
-        if len(call.arguments) >= MOST_ARGUMENTS:
-            yield call
-            call = FunctionCall(name, keys, leased_at, waiter)
-        OPERATIONS[type(group[0])].write(call, group)
-        call.groups.append(group)
-    yield call
-
-
-def _order(command: Command) -> int:
-    return OPERATIONS[type(command)].order
-
-
-def _kind(command: Command) -> Hashable:
-    """Return a value that is the same for commands that are written as one operation."""
-    if isinstance(command, AcknowledgeMany):
-        return AcknowledgeMany
-    if isinstance(command, FetchBodies):
-        return FetchBodies
-    if isinstance(command, RedisClaim):
-        return RedisClaim, command.visibility
-    if isinstance(command, batched.Send) and len(command.envelopes) == 1 and command.capacity is None:
-        envelope = command.envelopes[0]
-        if envelope.dedup_key is None and command.result is not AGAIN:
-            return batched.Send, envelope.priority, envelope.delay, envelope.expires_in
-    return command

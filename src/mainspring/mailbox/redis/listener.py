@@ -3,7 +3,7 @@
 A process that finds nothing is put on the mailbox's list of waiters. A call of the library that makes messages pending takes
 as many waiters off that list, and wakes each on its own publish/subscribe channel: one message wakes one process. A message
 that comes alone is claimed for the waiter and sent to it in the same step. All processes hear, on a channel for all, of the
-instant when something is due, if it is sooner than they know, and of cancellations.
+instant when something is due, if it is sooner than they know, and of cancellations and results.
 
 One listener reads these channels for all mailboxes of the process, each of which has a subscription. For each connection a
 subscription has a new name. So the library can tell what was sent to a lost one, and undo these claims once that name is off
@@ -109,6 +109,8 @@ class ListenerEvents(NamedTuple):
     """With the seconds until something is due."""
     cancelled: Callable[[list[str]], None]
     """With ids of messages that were cancelled."""
+    results: Callable[[list[str]], None]
+    """With ids of messages that were acknowledged with a result."""
     claimed: Callable[[int, list[bytes], bool], None]
     """With a message that was claimed for a receive here, when, and True if that claim may have been undone."""
     leave: Callable[[Command], None]
@@ -251,6 +253,8 @@ class Subscription:
             self._events.due(int(value) / MICRO)
         elif kind == b"x":
             self._events.cancelled([value.decode("utf-8", "replace")])
+        elif kind == b"r":
+            self._events.results([value.decode("utf-8", "replace")])
 
 
 class Listener:

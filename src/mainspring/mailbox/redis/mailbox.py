@@ -22,9 +22,11 @@ from mainspring.mailbox.redis.commands import (
     MOST_DEAD,
     TAKES,
     FetchBodies,
+    Find,
     RedisClaim,
     RedisOpen,
     RedisSweep,
+    Reschedule,
     WakeOthers,
     base_of,
     check_command,
@@ -33,14 +35,22 @@ from mainspring.mailbox.redis.commands import (
     recovery_of,
     stored_size,
 )
+from mainspring.mailbox.redis.records import FindRecords, ListRecords, ReplyWithResult, WriteRecord
 from mainspring.mailbox.redis.settings import FALLBACK, RECOVERY, RedisOptions, RedisServer
 from mainspring.mailbox.settings import name_at, reads_query
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Sequence
 
     from mainspring.mailbox.batched import Command
-    from mainspring.mailbox.message import ClaimedMessage, Envelope, Settlement
+    from mainspring.mailbox.message import (
+        ClaimedMessage,
+        Envelope,
+        RescheduleOutcome,
+        Settlement,
+        UnfinishedMessage,
+    )
+    from mainspring.mailbox.records import Record, RecordWrite
     from mainspring.mailbox.redis.client import Client, OtherNodes
     from mainspring.mailbox.redis.listener import RedisWaiters
     from mainspring.mailbox.redis.shared_server import SharedServer
@@ -136,7 +146,16 @@ class RedisBackend(BatchedBackend):
     waiters: RedisWaiters
     _shared: SharedServer
 
-    capabilities = Capabilities(durable=True, cross_process=True, ordered=True, joined_acks=True, queue_age=True)
+    capabilities = Capabilities(
+        durable=True,
+        cross_process=True,
+        ordered=True,
+        joined_acks=True,
+        records=True,
+        lookup=True,
+        reschedule=True,
+        queue_age=True,
+    )
 
     def __init__(self, server: RedisServer, options: RedisOptions) -> None:
         super().__init__(options.name, options.capacity)
@@ -205,6 +224,7 @@ class RedisBackend(BatchedBackend):
         events = ListenerEvents(
             due=self.sweep_in,
             cancelled=self.notifications.cancelled.publish,
+            results=self.notifications.results.publish,
             claimed=self._give,
             leave=self._post,
             lost=self._listener_lost,
@@ -322,7 +342,12 @@ class RedisBackend(BatchedBackend):
     async def settle(self, delivery: ClaimedMessage, settlement: Settlement) -> None:
         if isinstance(settlement, Ack):
             reply = settlement.reply
-            if reply is not None and not await self._has_sent_reply(delivery, reply):
+            if reply is not None and await self._has_sent_reply(delivery, reply):
+                settlement = replace(settlement, reply=None)
+            if settlement.result is not None:
+                await self.call(ReplyWithResult(delivery, settlement))
+                return
+            if settlement.reply is not None:
                 await self.call(batched.Reply(delivery, settlement))
                 return
             for error in (await self._batcher.call(AcknowledgeMany([delivery]))).values():
@@ -346,6 +371,46 @@ class RedisBackend(BatchedBackend):
         await self.extend(delivery, 0.0)  # shortens nothing, and is refused where the lease is lost
         await self._other_nodes.send(reply, delivery.message_id)
         return True
+
+    async def find(self, message_ids: list[str]) -> list[UnfinishedMessage]:
+        found: list[UnfinishedMessage] = await self.call(Find(list(dict.fromkeys(message_ids))))
+        apart = [one.message for one in found if one.message.body is None]
+        if not apart:
+            return found
+        await self._batcher.call(FetchBodies(apart))
+        return [one for one in found if one.message.is_readable]  # a body that is gone has gone with its message
+
+    async def reschedule(self, message_id: str, delay: float) -> RescheduleOutcome:
+        outcome: RescheduleOutcome = await self.call(Reschedule(message_id, delay))
+        return outcome
+
+    # -------------------------------------------------------------------------------------------------------- records
+
+    async def write_record(self, write: RecordWrite, envelopes: Sequence[Envelope] = ()) -> int | None:
+        for envelope in envelopes:
+            check_size("a message", stored_size(envelope), self._topology.longest, TAKES)
+        version: int | None = await self.call(WriteRecord(write, envelopes, self._capacity))
+        return version
+
+    async def find_records(self, kind: str, keys: list[str]) -> list[Record]:
+        records: list[Record] = []
+        keys = list(dict.fromkeys(keys))
+        while keys:
+            some, looked_up = await self.call(FindRecords(kind, keys))
+            records += some
+            keys = keys[looked_up:]
+        return records
+
+    async def list_records(self, kind: str, limit: int, after: str | None) -> list[Record]:
+        records: list[Record] = []
+        while len(records) < limit:
+            some, after = await self.call(ListRecords(kind, limit - len(records), after))
+            records += some
+            if after is None:
+                break
+        return records
+
+    # --------------------------------------------------------------------------------------------------- dead letters
 
     async def dead_letters(self, limit: int, after: str | None) -> list[tuple[ClaimedMessage, Dead, float]]:
         letters: list[tuple[ClaimedMessage, Dead, float]] = []

@@ -12,8 +12,8 @@ import anyio
 
 from mainspring.core import process
 from mainspring.errors import MailboxConnectionError, MainspringError
-from mainspring.mailbox.redis.client import Client, silence_of
-from mainspring.mailbox.redis.commands import MICRO, FunctionCall, keys_of
+from mainspring.mailbox.redis.client import Client, FunctionCall, silence_of
+from mainspring.mailbox.redis.commands import MICRO, keys_of
 from mainspring.mailbox.redis.connection import LOST
 from mainspring.mailbox.redis.listener import Listener
 from mainspring.runtime.shared_task import SharedTask
@@ -107,7 +107,8 @@ class Sweeper:
                 await client.connect()
                 call.arguments += ("sweep_each", len(together))
                 for mailbox in together:
-                    call.arguments += (call.number(mailbox.name), *mailbox.sweep_arguments())
+                    call.arguments += (call.mailbox(mailbox.name), call.records(mailbox.name))
+                    call.arguments += mailbox.sweep_arguments()
                 rows = (await client.call(call))[0]
         except TimeoutError:
             await client.abandon()

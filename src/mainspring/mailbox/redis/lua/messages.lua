@@ -188,12 +188,12 @@ local function waiting(box)
   return redis.call('ZCARD', box.ready) + redis.call('ZCARD', box.delayed) + redis.call('ZCARD', box.leases)
 end
 
--- How many of those to be put are new: some have the key of an unfinished message, or of one before them.
-local function how_many_new(box, from, count, has_keys)
+-- How many of those to be put are new: some have the key of an unfinished message, or of one before them, as `seen`.
+local function how_many_new(box, from, count, has_keys, seen)
   if not has_keys then
     return count
   end
-  local new, seen = 0, {}
+  local new = 0
   for i = 1, count do
     local key = ARGV[from + (i - 1) * 3 + 2]
     if key == '' then
@@ -375,6 +375,52 @@ local function save_checkpoint(box, receipt, state)
   local _, _, _, id = of_receipt(receipt)
   redis.call('HSET', box.more, 'c' .. id, state)
   return 1
+end
+
+-- The unfinished ones of these messages: the number (from 0) of its id, its value, where it is, its rank, when it is due (if it is
+-- delayed) or was claimed (if it is in flight; 0: not known), and its counts, checkpoint and history, if it has them.
+local function find(box, ids)
+  local found, held = {}, {}
+  for i, id in ipairs(ids) do
+    local value, key, spot = find_waiting(box, id)
+    if value then
+      local place, when = 'pending', 0
+      if key == box.delayed then
+        place, when = 'delayed', tonumber(redis.call('ZSCORE', key, spot))
+      elseif not spot then
+        place, held[id] = 'in_flight', #found + 1
+      end
+      local known = redis.call('HMGET', box.more, 'b' .. id, 'c' .. id, 'h' .. id)
+      local _, rank = of_head(value)
+      found[#found + 1] = { i - 1, value, place, rank, when, unpack(known) }
+    end
+  end
+  if next(held) and redis.call('ZCARD', box.leases) <= AT_ONCE then
+    each_lease(box, function(receipt)
+      local claimed, _, _, id = of_receipt(receipt)
+      if held[id] then
+        found[held[id]][5] = tonumber(claimed)
+      end
+    end)
+  end
+  return found
+end
+
+-- Let a message that waits be pending in `delay` microseconds: 0 there is none such, 1 it is in flight, 2 it is done.
+local function reschedule(box, id, delay)
+  local value, key, spot = find_waiting(box, id)
+  if not spot then
+    return value and 1 or 0
+  end
+  if delay > 0 or key == box.delayed then
+    verify(box)
+    local _, rank = of_head(value)
+    enqueue(box, id, rank, nil, delay)
+    if delay == 0 or key == box.ready then -- else that entry is the new one
+      redis.call('ZREM', key, spot)
+    end
+  end
+  return 2
 end
 
 -- End a message by its id: 0 none such, 1 it waited, 2 it was in flight; and its value.

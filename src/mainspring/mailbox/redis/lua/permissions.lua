@@ -12,6 +12,9 @@ local USED = {
   { 'hash', 'dead', 'HDEL HEXISTS HGET HLEN HRANDFIELD HSCAN HSET HSTRLEN' },
   { 'zset', 'dead_order', 'ZADD ZCARD ZRANGE ZRANK ZREM ZSCAN ZSCORE' },
   { 'hash', 'dead_details', 'HDEL HMGET HSET' },
+  { 'hash', 'records', 'HDEL HEXISTS HGET HLEN HRANDFIELD HSCAN HSET HSTRLEN' },
+  { 'zset', 'record_names', 'ZADD ZCARD ZRANGE ZREM ZSCAN' },
+  { 'zset', 'record_ends', 'ZADD ZRANGE ZREM ZSCAN' },
   { 'zset', 'waiters', 'ZADD ZCARD ZPOPMIN ZREM ZSCORE' },
   { 'hash', 'bodies', 'HDEL HEXISTS HGET HLEN HMGET HRANDFIELD HSCAN HSET HSTRLEN' },
 }
@@ -23,14 +26,15 @@ local function obstacles(box)
   local found, refused = {}, {}
   for _, used in ipairs(USED) do
     local kind, key = used[1], box[used[2]]
-    for command in string.gmatch(used[3] .. ' PEXPIRE UNLINK', '%u+') do
+    local commands = key and used[3] .. ' PEXPIRE UNLINK' or '' -- nil: a key that the call does not need
+    for command in string.gmatch(commands, '%u+') do
       local more = ALL_KEYS[command] and {} or { '0', '0' }
       if not refused[command] and not redis.acl_check_cmd(command, key, unpack(more)) then
         refused[command] = true
         found[#found + 1] = 'may not use ' .. command .. ' on ' .. key
       end
     end
-    local there = redis.pcall('TYPE', key)
+    local there = key and redis.pcall('TYPE', key) or { ok = 'none' }
     if there.err then
       found[#found + 1] = 'may not use TYPE on ' .. key
     elseif there.ok ~= kind and there.ok ~= 'none' then

@@ -97,6 +97,18 @@ local function restore_dead(box, found)
   return count
 end
 
+-- Records that an index has lost are put back there.
+local function restore_records(box, found)
+  for i = 1, #found, 2 do
+    local ends = string.match(found[i + 1], '^%d+|(%d*)|')
+    redis.call('ZADD', box.record_names, 0, found[i])
+    if ends and ends ~= '' then
+      redis.call('ZADD', box.record_ends, ends, found[i])
+    end
+  end
+  return 0
+end
+
 local PARTS = {
   { 'ZSCAN', 'ready', function(box, found)
     return drop_without_record(box, found, 'ZREM', box.ready, box.messages, function(spot)
@@ -125,6 +137,17 @@ local PARTS = {
   end },
   { 'HSCAN', 'messages', restore },
   { 'HSCAN', 'dead', restore_dead },
+  { 'ZSCAN', 'record_names', function(box, found)
+    return drop_without_record(box, found, 'ZREM', box.record_names, box.records, function(name)
+      return name
+    end)
+  end },
+  { 'ZSCAN', 'record_ends', function(box, found)
+    return drop_without_record(box, found, 'ZREM', box.record_ends, box.records, function(name)
+      return name
+    end)
+  end },
+  { 'HSCAN', 'records', restore_records },
   { 'HSCAN', 'bodies', function(box, found)
     delete_without_record(found, 'HDEL', box.bodies, box.messages, function(id)
       return id
@@ -146,6 +169,7 @@ local function is_whole(box)
   local messages = redis.call('HLEN', box.messages)
   return messages == waiting(box) and redis.call('HLEN', box.dead) == redis.call('ZCARD', box.dead_order)
     and redis.call('HLEN', box.bodies) <= messages
+    and redis.call('HLEN', box.records) == redis.call('ZCARD', box.record_names)
 end
 
 -- Do what is due of it; how many messages and dead letters have been found again, and in how many microseconds to come again.

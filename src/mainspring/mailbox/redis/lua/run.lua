@@ -1,9 +1,9 @@
 -- One batch. ARGV: operations, each a name and its arguments, all of which it reads before it does anything; the reply has one
 -- result for each, then in how many microseconds the next thing is due (-1: nothing is, or it was not asked), when this was,
 -- how many index entries without a record were dropped, and the number and the error of each that failed. KEYS: those of the mailbox, then
--- those of the mailboxes that replies go to.
+-- those of the mailboxes that replies go to, and of records.
 
-local box, others -- the mailbox, and those that replies of this batch go to, by their numbers
+local box, others -- the mailbox, and those that replies of this batch go to, by the numbers of keys before theirs
 local asked -- whether the answer is to tell when the next thing is due
 local at -- the next argument
 
@@ -32,28 +32,37 @@ local function is_missing(of)
   return is_transient(of) and redis.call('EXISTS', of.state) == 0
 end
 
--- A reply: to the mailbox of that number, its rank, and where in ARGV it is; nil: there is none.
+-- A reply: where the keys of its mailbox begin, its rank, and where in ARGV it is; nil: there is none.
 local function next_reply()
-  local number = next_number()
-  if number < 0 then
+  local behind = next_number()
+  if behind < 0 then
     return nil
   end
   local rank = next_argument()
   at = at + 2
-  return number, rank, at - 2
+  return behind, rank, at - 2
 end
 
--- The mailbox of that number in the call.
-local function numbered(number)
-  if number == 0 then
+-- Messages of one kind, which a record's write sends.
+local function next_group()
+  local count, rank, delay, life = next_number(), next_argument(), next_number(), next_number()
+  local has_keys = next_argument() == '1'
+  local from = at
+  at = at + count * (has_keys and 3 or 2)
+  return { from = from, count = count, rank = rank, delay = delay, life = life, has_keys = has_keys }
+end
+
+-- The mailbox whose keys begin behind that number of keys.
+local function mailbox_at(behind)
+  if behind == 0 then
     return box
   end
-  others[number] = others[number] or box_of(number * KEYS_OF_ONE)
-  return others[number]
+  others[behind] = others[behind] or box_of(behind)
+  return others[behind]
 end
 
-local function send_reply(number, rank, from)
-  local to = numbered(number)
+local function send_reply(behind, rank, from)
+  local to = mailbox_at(behind)
   if not is_missing(to) then
     send_one(to, ARGV[from], rank, ARGV[from + 1]) -- also without memory: what ends frees more than it takes
   end
@@ -104,7 +113,7 @@ local function send_within(of, capacity, from, count, rank, delay, expires, has_
     sweep(of)
   end
   if capacity >= 0 then
-    local there, new = waiting(of), how_many_new(of, from, count, has_keys)
+    local there, new = waiting(of), how_many_new(of, from, count, has_keys, {})
     if new > 0 and there + new > capacity then
       return sweep(of) and { 'again' } or { 'full', there, new }
     end
@@ -172,21 +181,36 @@ local operations = {
     return acknowledge(box, next_list())
   end,
   open = function()
-    local every = next_number()
+    local every, records = next_number(), next_number()
+    with_records(box, records)
     make_known(box)
     delete_old_listeners(box)
     local done, mended = pcall(recover_every, box, every)
     return { {}, unpack(done and mended or { 0, 0 }) }
   end,
   reply = function()
-    local receipt, number, rank, from = next_argument(), next_reply()
+    local receipt, behind, rank, from = next_argument(), next_reply()
     if not held(box, receipt) then
       return 0
     end
-    if number then
-      send_reply(number, rank, from)
+    if behind then
+      send_reply(behind, rank, from)
     end
     acknowledge(box, { receipt })
+    return 1
+  end,
+  reply_with_result = function() -- the same, and keep the result as a record
+    local records, name, value, life = next_number(), next_argument(), next_argument(), next_number()
+    local receipt, behind, rank, from = next_argument(), next_reply()
+    if not held(box, receipt) then
+      return 0
+    end
+    put_record(with_records(box, records), name, value, life) -- also without memory, as it comes for what ends
+    if behind then
+      send_reply(behind, rank, from)
+    end
+    acknowledge(box, { receipt })
+    publish(box, 'all', 'r' .. id_of_receipt(receipt))
     return 1
   end,
   nack = function()
@@ -196,14 +220,14 @@ local operations = {
   end,
   dead_letter = function()
     local receipt, why, history = next_argument(), next_argument(), next_argument()
-    local number, rank, from = next_reply()
+    local behind, rank, from = next_reply()
     local claimed, _, _, id = held_lease(box, receipt)
     if not claimed then
       return 0
     end
     verify(box)
-    if number then
-      send_reply(number, rank, from)
+    if behind then
+      send_reply(behind, rank, from)
     end
     dead_letter(box, id, why, claimed, history)
     redis.call('ZREM', box.leases, receipt)
@@ -262,9 +286,10 @@ local operations = {
   sweep_each = function() -- several mailboxes, each with its waiter and the pause between recoveries; what fails, fails for one
     local results = {}
     for i = 1, next_number() do
-      local of, waiter, every = numbered(next_number()), next_argument(), next_number()
+      local of, records, waiter, every = mailbox_at(next_number()), next_number(), next_argument(), next_number()
       local done, result = pcall(function()
         sweep_for(of, waiter)
+        pcall(remove_ended, with_records(of, records), AT_ONCE)
         local found, again = unpack(recover_every(of, every))
         local due = next_due(of)
         return { due and math.max(due - now, 0) or -1, of.dropped, found, again }
@@ -281,8 +306,9 @@ local operations = {
     return sweep(box) and -1 or purge(box)
   end,
   drop = function() -- all of it
+    with_records(box, next_number())
     verify(box)
-    redis.call('UNLINK', unpack(KEYS, 1, KEYS_OF_ONE))
+    redis.call('UNLINK', box.records, box.record_names, box.record_ends, unpack(KEYS, 1, KEYS_OF_ONE))
     box = box_of(0)
     return 1
   end,
@@ -320,6 +346,31 @@ local operations = {
   end,
   cancel = function()
     return cancel(box, next_argument())
+  end,
+  find = function()
+    local ids = next_list()
+    return sweep(box) and -1 or find(box, ids)
+  end,
+  reschedule = function()
+    local id, delay = next_argument(), next_number()
+    return sweep(box) and -1 or reschedule(box, id, delay)
+  end,
+  write_record = function()
+    local records, name, version = next_number(), next_argument(), next_argument()
+    local is_kept, value, life, capacity = next_argument() == '1', next_argument(), next_number(), next_number()
+    local groups = {}
+    for i = 1, next_number() do
+      groups[i] = next_group()
+    end
+    return write_record(with_records(box, records), name, version, is_kept and value, life, capacity, groups)
+  end,
+  find_records = function()
+    local records = next_number()
+    return { read_records(with_records(box, records), next_list()) }
+  end,
+  list_records = function()
+    local records, from, to = next_number(), next_argument(), next_argument()
+    return list_records(with_records(box, records), from, to, next_number())
   end,
 }
 
@@ -404,7 +455,7 @@ end
 local function run(keys, arguments)
   KEYS, ARGV = keys, arguments
   if ARGV[1] == 'open' then
-    local found = obstacles(box_of(0))
+    local found = obstacles(with_records(box_of(0), ARGV[3]))
     if found[1] then
       return { { found, 0, 0 }, -1, 0, 0 }
     end
@@ -423,8 +474,8 @@ local function run(keys, arguments)
     results[#results + 1] = result
   end
   finish(box, 0)
-  for number, other in pairs(others) do
-    finish(other, number * KEYS_OF_ONE)
+  for behind, other in pairs(others) do
+    finish(other, behind)
   end
   local due = asked and next_due(box)
   results[#results + 1] = due and math.max(due - now, 0) or -1

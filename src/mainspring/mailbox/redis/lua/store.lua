@@ -1,6 +1,6 @@
 -- The keys of a mailbox, and what every operation stands on. The files of this directory are joined into one library of
--- functions, in the order store, permissions, sweep, listeners, messages, dead, recovery, run; a call performs a whole batch of operations
--- on one mailbox. All instants are the server's, in microseconds.
+-- functions, in the order store, permissions, sweep, listeners, messages, records, dead, recovery, run; a call performs a whole batch
+-- of operations on one mailbox. All instants are the server's, in microseconds.
 --
 -- Redis does not undo what a function wrote before it raised an error. An operation therefore reads first, and writes in an
 -- order of which each part is safe: a record is stored before an index entry points at it, the new index entry is written
@@ -20,9 +20,9 @@
 --   ready     zset   place .. id -> rank (the negative priority): in the order of delivery
 --   delayed   zset   rank "." id -> when it is due
 --   leases    zset   receipt -> when it ends. A receipt: time of the claim "." rank "." claimant "." place id
---   state     hash   seq: the last place given; tick: the last claim's time, no two are equal; settled: how many are; g and the
---                    name of a channel: the tick of the last message that was claimed for its listener and sent there;
---                    recovery and recovered: see recovery.lua
+--   state     hash   seq: the last place given; tick: the time of the last claim or of the last write of a record, no two are
+--                    equal; settled: how many are; g and the name of a channel: the tick of the last message that was claimed
+--                    for its listener and sent there; recovery and recovered: see recovery.lua
 --   more      hash   what only some messages have, by a letter and the id: b: deliveries, attempts and first claim of one that
 --                    came back; c: checkpoint; h: history; k: dedup key; l: its expiry, which came while it was in flight;
 --                    p: its place, where it is another than the one in its head
@@ -32,6 +32,9 @@
 --   dead_order  zset  id -> its number, in the order in which messages died
 --   dead_details  hash  m: deliveries, attempts, first claim and death, by id; w: why (the client's JSON; none: it expired);
 --                    c, h, k as in more
+--   records   hash   kind, a byte of 0, and key, its name -> version "|" when it ends (none: never) "|" value
+--   record_names  zset  name -> 0: in the order of their bytes
+--   record_ends  zset  name -> when it ends
 --   waiters   zset   a process that waits for messages -> since when. Its name: that of its channel "." how long the leases are that it wants
 --
 -- Unlike the hash of the messages, `more` is empty in most mailboxes, so that one look at it saves all others.
@@ -80,6 +83,13 @@ local function box_of(behind)
     dead = KEYS[behind + 9], dead_order = KEYS[behind + 10], dead_details = KEYS[behind + 11], waiters = KEYS[behind + 12],
     bodies = KEYS[behind + 13],
   }
+end
+
+-- Let a mailbox have its records, whose keys begin behind KEYS[behind]. Only calls that need them bring these keys.
+local function with_records(box, behind)
+  box.verified = box.verified and box.records ~= nil
+  box.records, box.record_names, box.record_ends = KEYS[behind + 1], KEYS[behind + 2], KEYS[behind + 3]
+  return box
 end
 
 -- Whether all of a mailbox lives for a day after its last use.
