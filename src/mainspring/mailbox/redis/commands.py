@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from mainspring.errors import MailboxConnectionError, SerializationError
 from mainspring.mailbox import batched
 from mainspring.mailbox.batched import AcknowledgeMany, Command
+from mainspring.mailbox.job_commands import Find, Reschedule
 from mainspring.mailbox.limits import check_size, full, lease_over
 from mainspring.mailbox.message import (
     EXPIRED,
@@ -298,21 +299,6 @@ class FetchBodies(Command):
     """Fetch the bodies of claimed messages that are kept apart. A message whose body is gone is not readable."""
 
     deliveries: list[ClaimedMessage]
-
-
-@dataclass(eq=False, repr=False, slots=True)
-class Find(Command):
-    """Results in those of the messages with these ids that are unfinished."""
-
-    ids: list[str]
-
-
-@dataclass(eq=False, repr=False, slots=True)
-class Reschedule(Command):
-    """Let a message that waits be pending ``delay`` seconds from now; results in a :class:`RescheduleOutcome`."""
-
-    message_id: str
-    delay: float
 
 
 @dataclass(eq=False, repr=False, slots=True)

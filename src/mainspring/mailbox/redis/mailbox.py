@@ -13,6 +13,7 @@ from mainspring.errors import ConfigError, InvalidParameterError, MailboxConnect
 from mainspring.mailbox import batched
 from mainspring.mailbox.backend import Capabilities, MailboxStatistics
 from mainspring.mailbox.batched import AcknowledgeMany, BatchedBackend, Batcher
+from mainspring.mailbox.job_commands import Find, FindRecords, ListRecords, Reschedule, WriteRecord
 from mainspring.mailbox.limits import SILENCE, check_real_time, check_size
 from mainspring.mailbox.mailbox import Mailbox
 from mainspring.mailbox.message import Ack, Dead
@@ -22,11 +23,9 @@ from mainspring.mailbox.redis.commands import (
     MOST_DEAD,
     TAKES,
     FetchBodies,
-    Find,
     RedisClaim,
     RedisOpen,
     RedisSweep,
-    Reschedule,
     WakeOthers,
     base_of,
     check_command,
@@ -35,7 +34,7 @@ from mainspring.mailbox.redis.commands import (
     recovery_of,
     stored_size,
 )
-from mainspring.mailbox.redis.records import FindRecords, ListRecords, ReplyWithResult, WriteRecord
+from mainspring.mailbox.redis.records import ReplyWithResult
 from mainspring.mailbox.redis.settings import FALLBACK, RECOVERY, RedisOptions, RedisServer
 from mainspring.mailbox.settings import name_at, reads_query
 
@@ -389,7 +388,7 @@ class RedisBackend(BatchedBackend):
     async def write_record(self, write: RecordWrite, envelopes: Sequence[Envelope] = ()) -> int | None:
         for envelope in envelopes:
             check_size("a message", stored_size(envelope), self._topology.longest, TAKES)
-        version: int | None = await self.call(WriteRecord(write, envelopes, self._capacity))
+        version: int | None = await self.call(WriteRecord(write, list(envelopes), self._capacity))
         return version
 
     async def find_records(self, kind: str, keys: list[str]) -> list[Record]:

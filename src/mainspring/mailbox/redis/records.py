@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mainspring.errors import MailboxConnectionError
 from mainspring.mailbox import batched
-from mainspring.mailbox.batched import Command
+from mainspring.mailbox.job_commands import FindRecords, ListRecords, WriteRecord
 from mainspring.mailbox.limits import full
 from mainspring.mailbox.records import RESULT, Record
 from mainspring.mailbox.redis.commands import (
@@ -27,10 +27,10 @@ from mainspring.mailbox.redis.commands import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
+    from mainspring.mailbox.batched import Command
     from mainspring.mailbox.message import Envelope
-    from mainspring.mailbox.records import RecordWrite
     from mainspring.mailbox.redis.client import FunctionCall
     from mainspring.mailbox.redis.commands import Argument, Operation
 
@@ -38,41 +38,9 @@ MOST_LISTED: Final = 1_000
 """Records of one answer to a list; the library sends fewer if they are large."""
 
 
-# ----------------------------------------------------------------------------------------------------------- commands
-
-
 @dataclass(eq=False, repr=False, slots=True)
 class ReplyWithResult(batched.Reply):
     """The message is done. Its result is kept, and the reply that it may have is sent."""
-
-
-@dataclass(eq=False, repr=False, slots=True)
-class WriteRecord(Command):
-    """Change a record and store messages, both or neither, while no more than ``capacity`` messages wait.
-
-    Results in the record's version, 0 for a deletion; None: another version is there than the one that must be.
-    """
-
-    write: RecordWrite
-    envelopes: Sequence[Envelope]
-    capacity: int | None
-
-
-@dataclass(eq=False, repr=False, slots=True)
-class FindRecords(Command):
-    """Results in records under ``keys``, and in how many of the keys were looked up: at least one."""
-
-    kind: str
-    keys: list[str]
-
-
-@dataclass(eq=False, repr=False, slots=True)
-class ListRecords(Command):
-    """Results in records of a kind in the order of their keys, and in the key behind which there may be more, else None."""
-
-    kind: str
-    limit: int
-    after: str | None
 
 
 # ------------------------------------------------------------------------------------------------------------ writing
@@ -144,11 +112,13 @@ def _take_written(command: WriteRecord, result: Any) -> None:
 
 
 def _take_records(command: FindRecords, result: Any) -> None:
+    """Set the records that one answer holds, and how many of the keys were looked up: at least one."""
     looked_up, rows = result
     command.result = _read(command.kind, rows), looked_up
 
 
 def _take_page(command: ListRecords, result: Any) -> None:
+    """Set the records that one answer holds, and the key behind which there may be more, else None."""
     if result == -1:
         command.result = AGAIN
         return

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mainspring.mailbox.batched import Cancel, Command
 from mainspring.mailbox.codec import headers_of
 from mainspring.mailbox.message import (
     UNKNOWN,
@@ -23,20 +21,8 @@ from mainspring.mailbox.sqlite.unit_of_work import UnitOfWork, enqueue
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-
-@dataclass(eq=False, repr=False, slots=True)
-class Find(Command):
-    """Find the unfinished messages among these ids; results in :class:`UnfinishedMessage` of each."""
-
-    ids: list[str]
-
-
-@dataclass(eq=False, repr=False, slots=True)
-class Reschedule(Command):
-    """Let a message that waits become pending in ``delay`` seconds; results in a :class:`RescheduleOutcome`."""
-
-    message_id: str
-    delay: float
+    from mainspring.mailbox.batched import Cancel
+    from mainspring.mailbox.job_commands import Find, Reschedule
 
 
 def find(work: UnitOfWork, commands: list[Find]) -> None:

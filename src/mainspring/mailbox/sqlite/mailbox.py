@@ -18,13 +18,12 @@ from mainspring.errors import ConfigError, MainspringError
 from mainspring.mailbox import batched
 from mainspring.mailbox.backend import TRANSIENT, TRANSIENT_LIFE, Capabilities, MailboxStatistics
 from mainspring.mailbox.batched import Batcher, Command
+from mainspring.mailbox.job_commands import Find, FindRecords, ListRecords, Reschedule, WriteRecord
 from mainspring.mailbox.limits import check_column, check_row, lease_over
 from mainspring.mailbox.mailbox import Mailbox
 from mainspring.mailbox.message import Dead, Nack
 from mainspring.mailbox.settings import Accepts, Capacity, Options, Text, name_at, number, seconds, with_query
 from mainspring.mailbox.sqlite.connection import DatabaseFile
-from mainspring.mailbox.sqlite.lookup import Find, Reschedule
-from mainspring.mailbox.sqlite.records import FindRecords, ListRecords, WriteRecord
 from mainspring.mailbox.sqlite.shared_file import CommandBatch, SharedFile, SQLiteWaiters
 from mainspring.mailbox.sqlite.store import JoiningAcknowledge, is_lease
 from mainspring.mailbox.sqlite.threads import INSPECT_EVERY

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mainspring.errors import MailboxFullError
-from mainspring.mailbox.batched import Command
 from mainspring.mailbox.records import RESULT, Record, RecordWrite
 from mainspring.mailbox.sqlite import schema as sql
 from mainspring.mailbox.sqlite.unit_of_work import Inserts, UnitOfWork
@@ -15,36 +13,8 @@ from mainspring.mailbox.sqlite.unit_of_work import Inserts, UnitOfWork
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from mainspring.mailbox.message import Envelope, Result
-
-
-@dataclass(eq=False, repr=False, slots=True)
-class WriteRecord(Command):
-    """Change a record and send messages, both or neither.
-
-    Results in the record's version, or None if it was not the one that was to be there.
-    """
-
-    write: RecordWrite
-    envelopes: list[Envelope]
-    capacity: int | None = None
-
-
-@dataclass(eq=False, repr=False, slots=True)
-class FindRecords(Command):
-    """Results in the records under these keys."""
-
-    kind: str
-    keys: list[str]
-
-
-@dataclass(eq=False, repr=False, slots=True)
-class ListRecords(Command):
-    """Results in a page of the records of a kind."""
-
-    kind: str
-    limit: int
-    after: str | None
+    from mainspring.mailbox.job_commands import FindRecords, ListRecords, WriteRecord
+    from mainspring.mailbox.message import Result
 
 
 def write_records(work: UnitOfWork, commands: list[WriteRecord]) -> None:

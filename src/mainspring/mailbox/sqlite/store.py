@@ -11,14 +11,12 @@ from mainspring.errors import MailboxFullError
 from mainspring.mailbox import batched
 from mainspring.mailbox.backend import TRANSIENT, TRANSIENT_LIFE
 from mainspring.mailbox.codec import headers_of
+from mainspring.mailbox.job_commands import Find, FindRecords, ListRecords, Reschedule, WriteRecord
 from mainspring.mailbox.limits import full, lease_over
 from mainspring.mailbox.message import ClaimedMessage, Counts, Dead
 from mainspring.mailbox.sqlite import schema as sql
-from mainspring.mailbox.sqlite.lookup import Find, Reschedule, cancel, find, reschedule
+from mainspring.mailbox.sqlite.lookup import cancel, find, reschedule
 from mainspring.mailbox.sqlite.records import (
-    FindRecords,
-    ListRecords,
-    WriteRecord,
     find_records,
     keep_result,
     list_records,
