@@ -433,6 +433,11 @@ class Backend(ABC):
             after = page[-1][0].message_id
         return found
 
+    @property
+    def capacity(self) -> int | None:
+        """How many messages may wait or be in flight before a send is refused; None: as many as the store holds."""
+        return None
+
     # ---------------------------------------------------------------------------------------------- others on its store
 
     @property

@@ -643,6 +643,10 @@ class CommandBackend(Backend):
         super().__init__(name)
         self._capacity = capacity
 
+    @property
+    def capacity(self) -> int | None:
+        return self._capacity
+
     async def call(self, command: Command) -> Any:
         """Have a command done with the next batch. Return its result, or raise its error."""
         return await self._batcher.call(command)

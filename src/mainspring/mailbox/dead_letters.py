@@ -88,6 +88,10 @@ class DeadLetterBackend(Backend):
         self._tickets = source.sibling(source.backend.tickets_name)
         self._after: tuple[str, float] | None = None
 
+    def renewed(self) -> DeadLetterBackend:
+        """Return another one, for a source that has another store by now."""
+        return DeadLetterBackend(self.source, self._look_every)
+
     # ---------------------------------------------------------------------------------------------------- life cycle
 
     async def open(self, scope: DaemonScope) -> None:

@@ -101,7 +101,7 @@ class Mailbox(Generic[T, R]):
     def __init__(self, backend: Backend, *, body: Any = None, reply: Any = None, serialize: bool = True) -> None:
         self.name = name = backend.name
         self.backend = backend
-        """The store. Its calls check no parameter, and encode nothing."""
+        """The store. Its calls check no parameter, and encode nothing. It may be replaced while the mailbox is not open."""
         self.serializes = serialize
         """True if bodies reach the backend as JSON bytes (else as the objects they are)."""
         self.reply_stores: tuple[Mailbox[Any, Any], ...] = ()

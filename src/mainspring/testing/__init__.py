@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mainspring.testing.simulation import Simulation as Simulation
     from mainspring.testing.simulation import SimulationReport as SimulationReport
     from mainspring.testing.simulation import simulate as simulate
+    from mainspring.testing.stand_ins import override as override
     from mainspring.testing.virtual_time import DeadlockError as DeadlockError
     from mainspring.testing.virtual_time import VirtualClock as VirtualClock
     from mainspring.testing.virtual_time import run_virtual as run_virtual
@@ -28,6 +29,7 @@ __all__ = [
     "SimulationReport",
     "VirtualClock",
     "mailbox_contract",
+    "override",
     "run_virtual",
     "simulate",
 ]
@@ -38,6 +40,8 @@ def __getattr__(name: str) -> Any:
         value = getattr(import_module("mainspring.testing.virtual_time"), name)
     elif name in _FROM_SIMULATION:
         value = getattr(import_module("mainspring.testing.simulation"), name)
+    elif name == "override":
+        value = import_module("mainspring.testing.stand_ins").override
     elif name == "mailbox_contract":
         value = import_module("mainspring.testing.mailbox_contract")
     else:

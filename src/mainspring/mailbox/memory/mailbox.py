@@ -162,6 +162,10 @@ class MemoryBackend(Backend):
         """Its URL: what ``reply_to`` says."""
         return f"memory://{quote(self._key, safe='@')}"
 
+    @property
+    def capacity(self) -> int | None:
+        return self._store.queue.capacity
+
     def local_name(self, address: str) -> str | None:
         if "://" not in address:
             return address

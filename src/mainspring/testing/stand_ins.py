@@ -1,0 +1,220 @@
+"""``override``: a group or tasks on mailboxes in memory, in the place of their own."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager, contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from mainspring.core import random
+from mainspring.core.state_machine import MailboxState
+from mainspring.errors import ConfigError, MessageSettledError
+from mainspring.group.group import LoopGroup
+from mainspring.mailbox.dead_letters import DeadLetterBackend
+from mainspring.mailbox.mailbox import Mailbox
+from mainspring.mailbox.memory.mailbox import KIND, MemoryBackend
+from mainspring.tasks.tasks import Tasks
+from mainspring.worker.main_loop import MainLoop
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+
+    from mainspring.mailbox.backend import Backend
+    from mainspring.mailbox.message import ClaimedMessage, Envelope, Message, Settlement
+
+
+@contextmanager
+def override(*targets: LoopGroup | Tasks | MainLoop | Mailbox[Any, Any], connection: Any = None) -> Iterator[None]:
+    """Keep the messages of groups, tasks, loops and mailboxes in memory inside the block, and open nothing of their stores.
+
+    Everything else is the real thing: loops with their policies and middleware, names, types of bodies, resources. It is a
+    plain ``with``, as nothing is opened: the group, or ``async with``, still opens each mailbox, inside the block. Mailboxes on
+    one store see each other as there, by name and by URL; so do those that ``reply_stores`` names. Each block begins with
+    empty queues. Mailboxes that are in memory anyway stay as they are.
+
+    What memory cannot do: messages do not outlive the event loop, and no other process sees them. Limits of a store, such as
+    the size of a body, and the restrictions of its driver do not hold; the mailboxes also open on trio.
+
+    :param connection: what ``ctx.transaction()`` yields, in the place of the driver's connection, for a mailbox with
+        ``Capabilities.transactions``. The message is settled as the block ends, and calls that were sent with this connection
+        appear then; an error takes both back. Writes through it are the stand-in's affair. A message that is sent with any
+        other connection appears at once, as its COMMIT is not seen.
+    :raises ConfigError: a target is none of these. Or a mailbox is open as the block begins, or at its end.
+    """
+    mailboxes = _mailboxes_of(targets)
+    _check_closed(mailboxes, "enter override() before anything opens it")
+    before = [(mailbox, mailbox.backend) for mailbox in mailboxes]
+    stores: list[_StandInStore] = []
+    for mailbox, backend in before:
+        if not isinstance(backend, DeadLetterBackend | MemoryBackend) or isinstance(backend, StandIn):
+            mailbox.backend = _stand_in(backend, stores, connection)
+    for mailbox, backend in before:
+        if isinstance(backend, DeadLetterBackend):
+            mailbox.backend = backend.renewed()
+    try:
+        yield
+    finally:
+        for mailbox, backend in before:
+            if mailbox.state is not MailboxState.OPEN:  # else it would close what it has not opened
+                mailbox.backend = backend
+    _check_closed(
+        mailboxes, "end its group, or leave its `async with`, inside the block of override(); it stays in memory"
+    )
+
+
+def _mailboxes_of(targets: tuple[Any, ...]) -> list[Mailbox[Any, Any]]:
+    """Return the mailboxes of the targets, with those under views of dead letters and those for replies to other stores."""
+    found: dict[Mailbox[Any, Any], None] = {}
+
+    def add(target: Any) -> None:
+        if isinstance(target, LoopGroup):
+            for loop in target.loops:
+                if isinstance(loop, MainLoop):
+                    add(loop)
+        elif isinstance(target, MainLoop | Tasks):
+            add(target.mailbox)
+        elif not isinstance(target, Mailbox):
+            raise ConfigError(f"override takes groups, tasks, loops and mailboxes, not {target!r:.200}")
+        elif target not in found:
+            found[target] = None
+            if isinstance(target.backend, DeadLetterBackend):
+                add(target.backend.source)
+            for store in target.reply_stores:
+                add(store)
+
+    for target in targets:
+        add(target)
+    return [*found]
+
+
+def _check_closed(mailboxes: list[Mailbox[Any, Any]], remedy: str) -> None:
+    for mailbox in mailboxes:
+        if mailbox.state is MailboxState.OPEN:
+            raise ConfigError(f"override: mailbox {mailbox.name!r} is open; {remedy}")
+
+
+class _StandInStore:
+    """What stands in for one store: the original of one of its mailboxes, and what the keys of its queues end with."""
+
+    def __init__(self, original: Backend, connection: Any) -> None:
+        self.original = original
+        self.connection = connection
+        self.mark = f"@{random.token(64)}"
+
+    def has(self, backend: Backend) -> bool:
+        """True if ``backend`` is on the original store."""
+        return type(backend) is type(self.original) and self.original.local_name(backend.address) is not None
+
+    def key(self, name: str) -> str:
+        """Return the key of the queue of that name, which may be such a key."""
+        return name if name.endswith(self.mark) else f"{name}{self.mark}"
+
+
+def _stand_in(original: Backend, stores: list[_StandInStore], connection: Any) -> StandIn:
+    store = next((store for store in stores if store.has(original)), None)
+    if store is None:
+        stores.append(store := _StandInStore(original, connection))
+    return StandIn(original.name, original, store)
+
+
+class StandIn(MemoryBackend):
+    """A queue in memory that stands in for one of another store. As that, it must be opened."""
+
+    works_unopened: ClassVar[bool] = False
+
+    def __init__(self, name: str, original: Backend, store: _StandInStore, *, capacity: int | None = None) -> None:
+        super().__init__(name, capacity=capacity or original.capacity, key=store.key(name))
+        self.capabilities = replace(self.capabilities, transactions=original.capabilities.transactions)
+        self._original = original
+        self._stands_for = store
+        self._under_way: dict[str, _StandInTransaction] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"mailbox {self.__dict__.get('name')!r} is in memory inside the block of override(): it has no {name!r}"
+        )
+
+    def sibling(self, name: str) -> StandIn:
+        bare = name.removesuffix(self._stands_for.mark)
+        return StandIn(bare, self._original, self._stands_for)
+
+    def local_name(self, address: str) -> str | None:
+        if address.startswith(KIND):
+            return super().local_name(address)
+        name = self._original.local_name(address)
+        return None if name is None else self._stands_for.key(name)
+
+    # --------------------------------------------------------------------------------------------------- transactions
+
+    async def send_within(self, connection: Any, envelopes: list[Envelope]) -> list[str]:
+        if not self.capabilities.transactions:
+            return await super().send_within(connection, envelopes)
+        now = _current.get()
+        if now is None or connection is not now.connection:
+            return await self.send(envelopes)
+        now.sends.append((self, envelopes))
+        return [envelope.message_id for envelope in envelopes]
+
+    @asynccontextmanager
+    async def transaction(self, message: Message[Any, Any]) -> AsyncIterator[Any]:
+        if not self.capabilities.transactions:
+            async with super().transaction(message) as connection:
+                yield connection
+            return
+        connection = self._stands_for.connection
+        if connection is None:
+            raise ConfigError(
+                f"mailbox {self.name!r} is in memory: say what ctx.transaction() is to yield, by override(…, connection=…)"
+            )
+        handle = message.receipt_handle
+        if message.is_settled or handle in self._under_way:
+            raise MessageSettledError(
+                f"message {message.id}: it is already settled, or in a transaction; open one for each message"
+            )
+        this = self._under_way[handle] = _StandInTransaction(connection)
+        token = _current.set(this)
+        ended = False
+        try:
+            yield connection
+            if this.settlement is None:
+                await message.acknowledge()
+            del self._under_way[handle]
+            assert this.settlement is not None
+            await super().settle(message.delivery, this.settlement)
+            ended = True
+        finally:
+            _current.reset(token)
+            self._under_way.pop(handle, None)
+            if not ended:
+                message.settlement = None
+        for backend, envelopes in this.sends:
+            await backend.send(envelopes)
+
+    async def settle(self, delivery: ClaimedMessage, settlement: Settlement) -> None:
+        under_way = self._under_way.get(delivery.receipt_handle)
+        if under_way is None:
+            await super().settle(delivery, settlement)
+        else:
+            store = self._here()
+            store.queue.leased(delivery, store.clock())
+            under_way.settlement = settlement
+
+    async def acknowledge_many(self, deliveries: list[ClaimedMessage]) -> dict[int, Exception]:
+        if not any(delivery.receipt_handle in self._under_way for delivery in deliveries):
+            return await super().acknowledge_many(deliveries)
+        return await super(MemoryBackend, self).acknowledge_many(deliveries)
+
+
+class _StandInTransaction:
+    """The block of a transaction: what it yields, how it settles its message, and what is sent at its end."""
+
+    def __init__(self, connection: Any) -> None:
+        self.connection = connection
+        self.settlement: Settlement | None = None
+        self.sends: list[tuple[StandIn, list[Envelope]]] = []
+
+
+_current: ContextVar[_StandInTransaction | None] = ContextVar(
+    "the transaction that stands in for a store's", default=None
+)
