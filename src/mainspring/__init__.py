@@ -94,6 +94,11 @@ if TYPE_CHECKING:
     from mainspring.state.overrides import OverrideVersion as OverrideVersion
     from mainspring.state.session.session import Session as Session
     from mainspring.state.session.snapshot import Snapshot as Snapshot
+    from mainspring.tasks.chain_runs import ChainJob as ChainJob
+    from mainspring.tasks.chain_runs import ChainStatus as ChainStatus
+    from mainspring.tasks.chains import Chain as Chain
+    from mainspring.tasks.chains import chain as chain
+    from mainspring.tasks.chains import parallel as parallel
     from mainspring.tasks.dependencies import CallArgument as CallArgument
     from mainspring.tasks.dependencies import Depends as Depends
     from mainspring.tasks.dependencies import Provided as Provided
@@ -166,6 +171,8 @@ _HOMES = {
     "offload.pool": ("OffloadPool",),
     "state.overrides": ("OverrideVersion", "Overrides"),
     "policies": ("DeadLetterPolicy", "LeasePolicy", "RestartPolicy", "RetryPolicy"),
+    "tasks.chain_runs": ("ChainJob", "ChainStatus"),
+    "tasks.chains": ("Chain", "chain", "parallel"),
     "tasks.dependencies": ("CallArgument", "Depends", "Provided"),
     "tasks.job": ("Job",),
     "tasks.task": ("Task",),

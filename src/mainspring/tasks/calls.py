@@ -106,6 +106,35 @@ class Parameters:
             self._codec = _Arguments(kind)
         return self._codec
 
+    def encode_given(self, arguments: dict[str, Any]) -> tuple[bytes, str | None]:
+        """Return JSON bytes of the arguments of a call that may lack one, and the name of that one.
+
+        :raises InvalidParameterError: more are missing, or one is unknown.
+        :raises SerializationError: one is not of its type, or would not be read as what it is.
+        """
+        missing = self.missing(arguments)
+        if missing is None:
+            return self.encode(arguments), None
+        import typing_extensions
+
+        typed_dict: Any = typing_extensions.TypedDict
+        kind = typed_dict(f"task {self._name}", {name: self._types[name] for name in arguments})
+        return _Arguments(kind).encode(arguments), missing
+
+    def missing(self, arguments: dict[str, Any]) -> str | None:
+        """Return the name of the parameter that has neither an argument nor a default, or None if each has one.
+
+        :raises InvalidParameterError: several are missing, or an argument is unknown.
+        """
+        missing = [name for name in self._by_position if name in self._required and name not in arguments]
+        others = self._required - arguments.keys() - set(missing)
+        if len(missing) + len(others) != 1:
+            self._check_signature((), arguments)
+            return None
+        (lacked,) = missing or others
+        self._check_signature((), {**arguments, lacked: None})
+        return lacked
+
     def check_types(self) -> None:
         """Raise :class:`ConfigError` if JSON cannot hold the type of a parameter."""
         _ = self.codec

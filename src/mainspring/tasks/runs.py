@@ -11,6 +11,8 @@ from mainspring.errors import SerializationError
 from mainspring.mailbox import replies
 from mainspring.tasks.batches import CallBatches, OpenBatches
 from mainspring.tasks.calls import TaskCall
+from mainspring.tasks.chain_runs import chain_step
+from mainspring.tasks.chains import CHAIN
 from mainspring.tasks.unique import latest_call
 from mainspring.worker.handler import Handler, Handlers, as_coroutine_function
 from mainspring.worker.middleware import wrappers_of
@@ -113,6 +115,9 @@ class TaskRuns:
         self._pools = pools
         self._make = make
         self._by_task: dict[Task[..., Any], HandlerRuns] = {}
+        self._in_chains: dict[Task[..., Any], HandlerRuns] = {}
+        """Those of calls that are parts of chains."""
+        self._calls: dict[Task[..., Any], Callable[..., Coroutine[Any, Any, Any]]] = {}
         self._open_batches = OpenBatches(settings.concurrency)
         self._unreadable = make(as_coroutine_function(_never), settings, mailbox.reply_to)
         """Of messages that are no call of a registered task: reading the body raises before the function is called."""
@@ -124,7 +129,7 @@ class TaskRuns:
 
     @cancelled.setter
     def cancelled(self, cancelled: bool) -> None:
-        for runs in (self._unreadable, *self._by_task.values()):
+        for runs in (self._unreadable, *self._by_task.values(), *self._in_chains.values()):
             runs.cancelled = cancelled
 
     def make(self, delivery: Delivery, scope: anyio.CancelScope) -> Coroutine[Any, Any, Decision]:
@@ -145,9 +150,11 @@ class TaskRuns:
             task = delivery.message.body.task
         except SerializationError:
             return self._unreadable
-        return self._by_task.get(task) or self._runs_of(task)
+        if delivery.message.delivery.headers and CHAIN in delivery.message.delivery.headers:
+            return self._in_chains.get(task) or self._runs_of(task, in_chain=True)
+        return self._by_task.get(task) or self._runs_of(task, in_chain=False)
 
-    def _runs_of(self, task: Task[..., Any]) -> HandlerRuns:
+    def _runs_of(self, task: Task[..., Any], *, in_chain: bool) -> HandlerRuns:
         how = task.handling
         settings = self._settings._replace(
             handler=task.name,
@@ -155,30 +162,36 @@ class TaskRuns:
             dead_letter=how.dead_letter or self._settings.dead_letter,
             handler_timeout=self._settings.handler_timeout if how.timeout is None else how.timeout,
             wants_context=task.parameters.context is not None,
-            in_thread=not task.is_async,
+            in_thread=not task.is_async and how.batch is None,
         )
-        if how.batch is not None:
-            call = self._batched(task, how.batch)
-            settings = settings._replace(in_thread=False)
-        else:
-            call = _coroutine_of(task) if task.is_async else _offloaded(task, self._pools[task])
-        self._by_task[task] = runs = self._make(
-            call,
+        runs = self._make(
+            self._calls.get(task) or self._call_of(task),
             settings,
             _replier(task),
-            inner=self._inner(task),
+            inner=wrappers_of(how.middleware),
+            outer=self._outer(task, in_chain=in_chain),
             encode_result=task.encode_result,
         )
         runs.cancelled = self.cancelled
+        (self._in_chains if in_chain else self._by_task)[task] = runs
         return runs
 
-    @staticmethod
-    def _inner(task: Task[..., Any]) -> tuple[Wrapper, ...]:
-        """Return what runs around the function of a task, the innermost first."""
-        middleware = wrappers_of(task.handling.middleware)
-        return middleware if task.handling.debounce is None else (latest_call(task), *middleware)
+    def _call_of(self, task: Task[..., Any]) -> Callable[..., Coroutine[Any, Any, Any]]:
+        """Return what runs the function of a task for one call, or lets that join a batch."""
+        if task.handling.batch is not None:
+            call = self._batched(task, task.handling.batch)
+        else:
+            call = _coroutine_of(task) if task.is_async else _offloaded(task, self._pools[task])
+        self._calls[task] = call
+        return call
 
-    def _batched(self, task: Task[..., Any], size: int) -> Callable[[TaskCall], Coroutine[Any, Any, Any]]:
+    @staticmethod
+    def _outer(task: Task[..., Any], *, in_chain: bool) -> tuple[Wrapper, ...]:
+        """Return what runs around all middleware: what it records is true once that has ended well."""
+        of_key = () if task.handling.debounce is None else (latest_call(task),)
+        return (*of_key, chain_step(task)) if in_chain else of_key
+
+    def _batched(self, task: Task[..., Any], size: int) -> Callable[..., Coroutine[Any, Any, Any]]:
         """Return what lets a call join a batch of its task."""
         batches = CallBatches(
             task.name,
@@ -188,7 +201,11 @@ class TaskRuns:
             tasks=self._pools.tasks,
             open_batches=self._open_batches,
         )
-        return lambda call: batches.join(*call.arguments.values())
+
+        def join(call: TaskCall) -> Coroutine[Any, Any, Any]:
+            return batches.join(*call.arguments.values())
+
+        return join
 
 
 def _of_many(task: Task[..., Any], pool: OffloadPool | None) -> Callable[[list[Any]], Coroutine[Any, Any, Any]]:

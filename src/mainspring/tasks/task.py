@@ -17,6 +17,7 @@ from mainspring.mailbox.records import RESULT_TTL
 from mainspring.mailbox.sync import ThreadConnection
 from mainspring.runtime.deadline import inherited
 from mainspring.tasks.calls import OutgoingCall, Parameters, TaskCall, head
+from mainspring.tasks.chains import Chain, parallel
 from mainspring.tasks.job import Job
 from mainspring.tasks.unique import DEBOUNCE, check_unique, key_of, send_debounced, send_once
 from mainspring.validation import MAX_DELAY, as_seconds
@@ -223,6 +224,30 @@ class Task(Generic[P, R]):
     def sync(self) -> SyncTask[P, R]:
         """The same calls for threads that are not async; they block until they are done. See :attr:`Mailbox.sync`."""
         return SyncTask(self)
+
+    def s(self, *args: Any, **keywords: Any) -> TaskCall:
+        """Return a call for :func:`chain` and :func:`parallel`. It may lack the argument that gets the result before.
+
+        :raises InvalidParameterError: there are too many arguments, or one is given twice.
+        """
+        return TaskCall(self, dict(self.parameters.bind(args, keywords)))
+
+    def map(self, items: Iterable[Any], *, then: TaskCall | Chain | None = None, concurrency: int = 100) -> Chain:
+        """Return a call for each of ``items``, its first argument, to be made in parallel; see :func:`parallel`."""
+        return parallel((self.s(item) for item in items), then=then, concurrency=concurrency)
+
+    def check_call(self, arguments: dict[str, Any], *, takes_result: bool) -> None:
+        """Raise :class:`InvalidParameterError` if arguments are missing; one may be where the call takes a result.
+
+        :raises ConfigError: the task's calls may be left out, or run at another time.
+        """
+        if self.stands_for_key or self.sending.unique or self.sending.delay or self.sending.at is not None:
+            raise ConfigError(
+                f"task {self.name}: a call in a chain takes no unique, debounce, delay or at: it runs after the one before"
+            )
+        missing = self.parameters.missing(arguments)
+        if missing is not None and not takes_result:
+            raise InvalidParameterError(f"task {self.name}: {missing} is missing, and no result before gives it")
 
     # -------------------------------------------------------------------------------------------------- what is sent
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from mainspring.mailbox.sync import SyncMailbox
     from mainspring.offload.pool import OffloadPool
     from mainspring.policies import DeadLetterPolicy, LeasePolicy, RetryPolicy
+    from mainspring.tasks.chain_runs import ChainJob
     from mainspring.tasks.unique import Key, Unique
     from mainspring.validation import Seconds
     from mainspring.worker.context import Context
@@ -289,6 +290,12 @@ class Tasks:
     def job(self, job_id: str) -> Job[Any]:
         """Return the job of that id, as :attr:`Job.id` gave it, perhaps in another process. The store is not asked for it."""
         return Job(self, job_id)
+
+    def chain_job(self, chain_id: str) -> ChainJob:
+        """Return the job of the chain of that id, as :attr:`ChainJob.id` gave it, perhaps in another process."""
+        from mainspring.tasks.chain_runs import ChainJob
+
+        return ChainJob(self, chain_id)
 
     def read_result(self, task_name: str | None, raw: bytes | None) -> Any:
         """Return the result that a store has kept: of the type of its task, or as JSON data if that is not registered here.

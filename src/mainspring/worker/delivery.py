@@ -266,8 +266,9 @@ class Runs(Protocol):
 class HandlerRuns:
     """The runs of one function, as :class:`Runs`.
 
-    ``call`` is what :meth:`Handler.caller` returns, and ``reply_to`` makes the reply of what it returns. ``inner`` are wrappers
-    inside of those of the loop. ``encode_result`` gives the JSON of what it returns, for messages whose result is to be kept.
+    ``call`` is what :meth:`Handler.caller` returns, and ``reply_to`` makes the reply of what it returns. ``inner`` and
+    ``outer`` are wrappers inside and around those of the loop. ``encode_result`` gives the JSON of what it returns, for
+    messages whose result is to be kept.
     """
 
     def __init__(
@@ -283,9 +284,10 @@ class HandlerRuns:
         reply_to: Callable[[Message[Any, Any], Any], Envelope],
         *,
         inner: Sequence[Wrapper] = (),
+        outer: Sequence[Wrapper] = (),
         encode_result: Callable[[Any], bytes] | None = None,
     ) -> None:
-        self.wrappers = wrappers = (*inner, *wrappers)
+        self.wrappers = wrappers = (*inner, *wrappers, *outer)
         self._encode_result = encode_result
         self.cancelled = False
         self._context = context

@@ -1,0 +1,309 @@
+"""What a chain does: it is begun, its parts are run and recorded, and its job is followed and cancelled."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import anyio
+
+from mainspring.errors import (
+    ConfigError,
+    JobNotFoundError,
+    RequestCancelledError,
+    RequestFailedError,
+    RequestTimeoutError,
+)
+from mainspring.mailbox.jobs import LOOK_EVERY, JobState
+from mainspring.mailbox.limits import check_seconds
+from mainspring.mailbox.message import Envelope
+from mainspring.mailbox.records import RecordWrite, check_size
+from mainspring.tasks.chains import (
+    CALLS,
+    CANCELLED,
+    CHAIN,
+    CHAIN_LIFE,
+    DONE,
+    PAGE,
+    PART,
+    ChainState,
+    Place,
+    StoredCall,
+    new_chain_id,
+    page_key,
+    pages_of,
+    part_key,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from mainspring.mailbox.backend import Backend
+    from mainspring.mailbox.message import Message
+    from mainspring.tasks.chains import Chain
+    from mainspring.tasks.task import Task
+    from mainspring.tasks.tasks import Tasks
+
+RESULTS_AT_ONCE = 1_000
+DELETED_AT_ONCE = 100
+
+
+async def begin(chain: Chain, result_ttl: float) -> ChainJob:
+    """Store a chain, and send its first calls."""
+    tasks = chain.tasks
+    mailbox = tasks.mailbox
+    if not mailbox.capabilities.records:
+        raise ConfigError(f"a chain needs a mailbox that keeps records (Capabilities.records), not {mailbox!r}")
+    chain_id = new_chain_id()
+    writes = pages_of(chain_id, chain.stages)
+    state, envelopes = await _sending(ChainState.first(chain_id, chain, result_ttl), _Given(writes))
+    for write in writes:
+        await mailbox.backend.write_record(write)
+    await mailbox.backend.write_record(state.write(), envelopes)
+    return ChainJob(tasks, chain_id)
+
+
+class _Given:
+    """The pages of a chain that is being sent."""
+
+    def __init__(self, writes: list[RecordWrite]) -> None:
+        self._by_key = {write.key: write.value for write in writes}
+
+    async def page(self, key: str) -> bytes | None:
+        return self._by_key.get(key)
+
+
+class _Stored:
+    """The pages of a chain in its mailbox."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    async def page(self, key: str) -> bytes | None:
+        for record in await self._backend.find_records(CALLS, [key]):
+            return record.value
+        return None
+
+
+async def _sending(state: ChainState, pages: _Given | _Stored) -> tuple[ChainState, list[Envelope]]:
+    """Return the state in which what may run is sent, and the messages for that."""
+    after, parts = state.with_sent()
+    envelopes: list[Envelope] = []
+    calls: list[Any] = []
+    for part in parts:
+        if not envelopes or part % PAGE == 0:
+            page = await pages.page(page_key(state.chain_id, state.stage, part // PAGE))
+            calls = json.loads(page or b"[]")
+        if part % PAGE >= len(calls):
+            raise JobNotFoundError(f"chain {state.chain_id}: its calls are gone from the mailbox")
+        call = StoredCall(**calls[part % PAGE])
+        place = Place(state.chain_id, state.stage, part)
+        headers = {**call.headers, CHAIN: str(place)}
+        envelopes.append(Envelope(place.message_id, call.body(state.result), priority=call.priority, headers=headers))
+    return after, envelopes
+
+
+# --------------------------------------------------------------------------------------------------------- a part runs
+
+
+def chain_step(task: Task[..., Any]) -> Callable[[Message[Any, Any], Callable[[], Awaitable[Any]]], Awaitable[Any]]:
+    """Return the wrapper that runs a part of a chain, unless it is recorded as done, records it and sends what comes next."""
+    mailbox = task.tasks.mailbox
+
+    async def run_step(message: Message[Any, Any], call: Callable[[], Awaitable[Any]]) -> Any:
+        place = Place.read(message.headers[CHAIN])
+        backend = mailbox.backend
+        state = await _state_of(backend, place.chain_id)
+        if state is None or not state.awaits(place):
+            return None
+        key, raw = part_key(place.chain_id, place.stage, place.part), None
+        for part in await backend.find_records(PART, [key]) if state.is_many else ():
+            raw = part.value
+        result = None
+        if raw is None:
+            result = await call()
+            raw = task.encode_result(result)
+            check_size("the result of a part of a chain", raw)
+            if state.is_many:
+                await backend.write_record(RecordWrite(PART, key, raw, CHAIN_LIFE))
+        await _record(mailbox.backend, place, raw)
+        return result
+
+    return run_step
+
+
+async def _record(backend: Backend, place: Place, raw: bytes) -> None:
+    """Record a part as done, and send what comes next."""
+    while True:
+        state = await _state_of(backend, place.chain_id)
+        if state is None or not state.awaits(place):
+            return
+        after = state.with_done(place.part)
+        finished = None
+        if after.is_stage_done:
+            finished = after.stage
+            after = after.next_stage(await _results(backend, state, place, raw) if state.is_many else raw)
+        envelopes: list[Envelope] = []
+        if after.state != DONE:
+            after, envelopes = await _sending(after, _Stored(backend))
+        if await backend.write_record(after.write(), envelopes) is not None:
+            if after.state == DONE:
+                backend.notifications.results.publish([place.chain_id])
+            if finished is not None:
+                await _forget(backend, state, finished)
+            return
+
+
+async def _results(backend: Backend, state: ChainState, place: Place, raw: bytes) -> bytes:
+    """Return the JSON list of what the parts of a stage returned, of which ``place`` is the last."""
+    results = {place.part: raw}
+    keys = [part_key(place.chain_id, place.stage, part) for part in range(state.parts) if part != place.part]
+    for first in range(0, len(keys), RESULTS_AT_ONCE):
+        for record in await backend.find_records(PART, keys[first : first + RESULTS_AT_ONCE]):
+            results[int(record.key.rpartition("/")[2])] = record.value
+    if len(results) < state.parts:
+        raise JobNotFoundError(f"chain {place.chain_id}: results of its parts are gone from the mailbox")
+    return b"[" + b",".join(results[part] for part in range(state.parts)) + b"]"
+
+
+async def _forget(backend: Backend, state: ChainState, stage: int) -> None:
+    """Delete what is kept of a stage that is done: nothing reads it any more."""
+    parts, is_many, _ = state.stages[stage]
+    keys = [(CALLS, page_key(state.chain_id, stage, page)) for page in range((parts - 1) // PAGE + 1)]
+    keys += [(PART, part_key(state.chain_id, stage, part)) for part in range(parts)] if is_many else []
+    for first in range(0, len(keys), DELETED_AT_ONCE):
+        async with anyio.create_task_group() as deletions:  # a store makes them in one step
+            for kind, key in keys[first : first + DELETED_AT_ONCE]:
+                deletions.start_soon(backend.write_record, RecordWrite(kind, key, None))
+
+
+async def _state_of(backend: Backend, chain_id: str) -> ChainState | None:
+    for record in await backend.find_records(CHAIN, [chain_id]):
+        return ChainState.read(chain_id, record.version, record.value)
+    return None
+
+
+# ------------------------------------------------------------------------------------------------------------ its job
+
+
+@dataclass(frozen=True, slots=True)
+class ChainStatus:
+    """What is known of a chain at one moment."""
+
+    id: str
+    state: JobState
+    """RUNNING, DONE, CANCELLED, or DEAD: a part is among the dead letters, and the chain waits until it is replayed."""
+    stage: int
+    """The number of the stage that is under way, or was the last, from 0."""
+    stages: int
+    parts: int
+    """How many parts that stage has."""
+    parts_done: int
+    last_error: str | None = None
+    """Why a part is dead."""
+    last_error_type: str | None = None
+
+
+class ChainJob:
+    """A chain that was sent, or that :meth:`Tasks.chain_job` knows by its id. Two of the same id are equal.
+
+    Its methods ask the store, from any process. Each raises :class:`JobNotFoundError` for a chain that is not known (any more).
+    """
+
+    __slots__ = ("_tasks", "id")
+
+    def __init__(self, tasks: Tasks, chain_id: str) -> None:
+        self.id = chain_id
+        """A string, from which another process can make the job again."""
+        self._tasks = tasks
+
+    def __repr__(self) -> str:
+        return f"<ChainJob {self.id}>"
+
+    def __str__(self) -> str:
+        return self.id
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ChainJob) and self.id == other.id
+
+    def __hash__(self) -> int:
+        return hash(self.id)
+
+    async def status(self) -> ChainStatus:
+        """Return which stage is under way, and how it ended."""
+        backend = self._tasks.mailbox.backend
+        state = await self._state()
+        status = ChainStatus(
+            self.id, JobState(state.state), state.stage, len(state.stages), state.parts, state.done.bit_count()
+        )
+        if status.state is not JobState.RUNNING:
+            return status
+        for _, dead, _ in await backend.find_dead_letters([place.message_id for place in state.under_way]):
+            return replace(status, state=JobState.DEAD, last_error=dead.error, last_error_type=dead.error_type)
+        return status
+
+    async def result(self, *, timeout: float | None = None) -> Any:
+        """Wait until it is done, and return what its last call returned, or the list of what its parts did.
+
+        The end in another process is seen within a second. Cancelled, it leaves the chain as it is.
+
+        :param timeout: seconds to wait; None: as long as the chain takes.
+        :raises RequestTimeoutError: it is not done yet.
+        :raises RequestFailedError: a part of it is among the dead letters.
+        :raises RequestCancelledError: it was cancelled.
+        """
+        if timeout is not None:
+            check_seconds("result: timeout", timeout, math.inf)
+        with anyio.move_on_after(timeout):
+            return await self._until_done()
+        raise RequestTimeoutError(f"chain {self.id}: it was not done within {timeout:g} s; wait longer, or cancel it")
+
+    async def _until_done(self) -> Any:
+        backend = self._tasks.mailbox.backend
+        ended = anyio.Event()
+
+        def heard(ids: list[str]) -> None:
+            if self.id in ids:
+                ended.set()
+
+        stop = backend.notifications.results.subscribe(heard)
+        try:
+            while (status := await self.status()).state is JobState.RUNNING:
+                with anyio.move_on_after(LOOK_EVERY):
+                    await ended.wait()
+        finally:
+            stop()
+        if status.state is JobState.CANCELLED:
+            raise RequestCancelledError(f"chain {self.id} was cancelled")
+        if status.state is JobState.DEAD:
+            error, kind = status.last_error or "", status.last_error_type or ""
+            text = f"chain {self.id}: a part of stage {status.stage} is dead: {kind}: {error}"
+            raise RequestFailedError(text, error=error, error_type=kind)
+        state = await self._state()
+        return self._tasks.read_result(state.task, state.result)
+
+    async def cancel(self) -> bool:
+        """End it before it is done: what waits is removed, running functions are cancelled, nothing more is sent.
+
+        Return False if it has ended already. Cancelled itself, it may have been carried out in part: call it again.
+        """
+        mailbox = self._tasks.mailbox
+        while True:
+            state = await self._state()
+            if state.state == DONE:
+                return False
+            stopped = replace(state, state=CANCELLED, result=b"null")
+            if state.state == CANCELLED or await mailbox.backend.write_record(stopped.write()) is not None:
+                break
+        for place in state.under_way:
+            await mailbox.cancel(place.message_id)
+        mailbox.backend.notifications.results.publish([self.id])
+        return state.state != CANCELLED
+
+    async def _state(self) -> ChainState:
+        state = await _state_of(self._tasks.mailbox.backend, self.id)
+        if state is None:
+            raise JobNotFoundError(f"chain {self.id}: it is not in this mailbox, or its result is not kept any more")
+        return state

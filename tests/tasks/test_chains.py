@@ -1,0 +1,397 @@
+"""Chains and parallel parts: what follows what, what each step is given, and that a crash loses and doubles nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import anyio
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mainspring import (
+    DeadLetterPolicy,
+    InMemoryMailbox,
+    JobState,
+    LoopGroup,
+    RequestCancelledError,
+    RequestFailedError,
+    RequestTimeoutError,
+    RetryPolicy,
+    Tasks,
+    chain,
+    parallel,
+)
+from mainspring.errors import ConfigError, InvalidParameterError, JobNotFoundError, SerializationError
+from mainspring.mailbox.message import Counts
+from mainspring.testing import run_virtual
+from stores import KINDS, on
+
+pytestmark = pytest.mark.anyio
+
+EVERYWHERE = on(*KINDS)
+
+
+@dataclass
+class Page:
+    url: str
+    length: int
+
+
+def group_of(tasks, **options):
+    return LoopGroup([tasks.loop(**options)], guardian=False)
+
+
+def lacks(tasks, *needs):
+    missing = [need for need in needs if not getattr(tasks.mailbox.capabilities, need)]
+    if missing:
+        pytest.skip(f"{tasks.mailbox!r} has not the capability {missing[0]}")
+
+
+# ------------------------------------------------------------------------------------------------------------- every store
+
+
+@EVERYWHERE
+async def test_each_call_is_given_what_the_one_before_returned(store):
+    tasks, asking = Tasks(store.url()), Tasks(store.url())
+    lacks(tasks, "records")
+
+    @tasks.task
+    async def fetch(url: str) -> Page:
+        return Page(url, len(url))
+
+    @tasks.task
+    def measure(factor: int, page: Page) -> int:
+        return factor * page.length
+
+    @tasks.task
+    async def show(number: int, *, unit: str = "m") -> str:
+        return f"{number} {unit}"
+
+    @tasks.task
+    async def end() -> str:
+        return "end"
+
+    async with asking, group_of(tasks):
+        job = await chain(fetch.s("a.b"), measure.s(2), show.s(unit="km")).send()
+        assert await job.result(timeout=20) == "6 km"
+        assert await asking.chain_job(job.id).result(timeout=20) == "6 km"
+        status = await job.status()
+        assert (status.state, status.stage, status.stages) == (JobState.DONE, 2, 3)
+        assert await (await chain(fetch.s("a"), end.s()).send()).result(timeout=20) == "end"
+
+
+@EVERYWHERE
+async def test_parallel_parts_give_their_results_in_order(store):
+    tasks = Tasks(store.url())
+    lacks(tasks, "records")
+
+    @tasks.task
+    async def square(number: int) -> int:
+        await anyio.sleep(0.001 * (number % 3))
+        return number * number
+
+    @tasks.task
+    async def add(numbers: list[int]) -> int:
+        return sum(numbers)
+
+    async with group_of(tasks):
+        job = await parallel([square.s(number) for number in range(30)], then=add.s()).send()
+        assert await job.result(timeout=20) == sum(number * number for number in range(30))
+        job = await square.map(range(12), concurrency=5).send()
+        assert await job.result(timeout=20) == [number * number for number in range(12)]
+        mailbox = tasks.mailbox
+        with anyio.fail_after(20):
+            while (await mailbox.counts()).waiting:
+                await anyio.sleep(0.01)
+        assert (await mailbox.counts()).settled == 30 + 1 + 12
+        assert await mailbox.backend.list_records("chain part", 10, None) == []
+        assert await mailbox.backend.list_records("chain calls", 10, None) == []
+
+
+# ------------------------------------------------------------------------------------------------------------- in memory
+
+
+def test_no_more_parts_are_under_way_than_the_concurrency():
+    async def main():
+        tasks = Tasks(InMemoryMailbox())
+        now, most = 0, 0
+
+        @tasks.task
+        async def work(number: int) -> int:
+            nonlocal now, most
+            now += 1
+            most = max(most, now)
+            await anyio.sleep(1 + number % 3)
+            now -= 1
+            return number
+
+        async with group_of(tasks, concurrency=50):
+            job = await work.map(range(250), concurrency=7).send()
+            await anyio.sleep(1.5)
+            status = await job.status()
+            assert (status.state, status.parts) == (JobState.RUNNING, 250)
+            assert 0 < status.parts_done < 14
+            assert (await tasks.mailbox.counts()).waiting <= 7
+            assert await job.result() == list(range(250))
+        assert most == 7
+
+    run_virtual(main)
+
+
+def test_chains_can_be_put_together():
+    async def main():
+        tasks = Tasks(InMemoryMailbox())
+
+        @tasks.task
+        async def split(text: str) -> list[str]:
+            return text.split()
+
+        @tasks.task
+        async def count(word: str, words: list[str]) -> int:
+            return words.count(word)
+
+        @tasks.task
+        async def add(numbers: list[int]) -> int:
+            return sum(numbers)
+
+        async with group_of(tasks):
+            whole = chain(split.s("a b a c"), parallel([count.s("a"), count.s("b")]), add.s())
+            assert await (await whole.send()).result() == 3
+            assert await (await whole.send()).result() == 3
+
+    run_virtual(main)
+
+
+def test_a_part_that_comes_again_after_it_was_recorded_is_not_run_again():
+    """As after a worker that died before it had acknowledged."""
+
+    async def main():
+        tasks = Tasks(InMemoryMailbox())
+        ran = []
+
+        @tasks.task
+        async def work(number: int) -> int:
+            ran.append(number)
+            return number + 1
+
+        async with group_of(tasks):
+            job = await chain(work.s(1), work.s()).send()
+            assert await job.result() == 3
+            await tasks.mailbox.send(work.s(1), headers={"chain": f"{job.id}/0/0"})
+            await tasks.mailbox.send(work.s(2), headers={"chain": f"{job.id}/1/0"})
+            await anyio.sleep(1)
+            assert (await tasks.mailbox.counts()).settled == 4
+        assert ran == [1, 2]
+
+    run_virtual(main)
+
+
+def test_a_chain_whose_step_dies_waits_for_its_replay():
+    async def main():
+        tasks = Tasks(InMemoryMailbox(), dead_letter=DeadLetterPolicy(max_attempts=1))
+        healthy = False
+
+        @tasks.task
+        async def first() -> int:
+            return 1
+
+        @tasks.task
+        async def second(number: int) -> int:
+            if not healthy:
+                raise ValueError("ill")
+            return number + 1
+
+        async with group_of(tasks):
+            job = await chain(first.s(), second.s()).send()
+            with pytest.raises(RequestFailedError, match="stage 1 is dead: ValueError: ill"):
+                await job.result()
+            status = await job.status()
+            assert (status.state, status.stage, status.last_error) == (JobState.DEAD, 1, "ill")
+            healthy = True
+            assert await tasks.mailbox.replay_dead_letters() == 1
+            assert await job.result() == 2
+
+    run_virtual(main)
+
+
+def test_a_chain_is_cancelled_as_a_whole():
+    async def main():
+        tasks = Tasks(InMemoryMailbox())
+        ran, cancelled = [], []
+
+        @tasks.task
+        async def work(number: int) -> None:
+            try:
+                await anyio.sleep(100)
+            except BaseException:
+                cancelled.append(number)
+                raise
+            ran.append(number)
+
+        @tasks.task
+        async def then(results: list[None]) -> None:
+            ran.append("then")
+
+        async with group_of(tasks, concurrency=2):
+            job = await work.map(range(9), concurrency=4, then=then.s()).send()
+            await anyio.sleep(1)
+            assert await job.cancel()
+            assert not await job.cancel()
+            with pytest.raises(RequestCancelledError, match="was cancelled"):
+                await job.result()
+            await anyio.sleep(500)
+        assert sorted(cancelled) == [0, 1]
+        assert ran == []
+        assert await tasks.mailbox.counts() == Counts(settled=4)
+
+    run_virtual(main)
+
+
+def test_a_chain_that_is_done_is_forgotten_after_its_time():
+    async def main():
+        tasks = Tasks(InMemoryMailbox())
+
+        @tasks.task
+        async def work() -> int:
+            await anyio.sleep(10)
+            return 1
+
+        async with group_of(tasks):
+            job = await chain(work.s()).send(result_ttl=60)
+            with pytest.raises(RequestTimeoutError, match="within 5 s"):
+                await job.result(timeout=5)
+            assert await job.result() == 1
+            assert not await job.cancel()
+            await anyio.sleep(60)
+            with pytest.raises(JobNotFoundError, match=job.id):
+                await job.status()
+            assert job == tasks.chain_job(job.id)
+            assert {job, tasks.chain_job(str(job))} == {job}
+
+    run_virtual(main)
+
+
+@settings(max_examples=40)
+@given(
+    st.integers(0, 10_000), st.integers(1, 9), st.integers(1, 4), st.lists(st.floats(0.1, 5), min_size=1, max_size=5)
+)
+def test_whatever_is_interrupted_no_result_is_lost_and_no_recorded_part_runs_again(seed, parts, concurrency, lives):
+    """Workers are cancelled in the midst of everything, as by a shutdown with no time, and parts fail."""
+
+    async def main():
+        tasks = Tasks(InMemoryMailbox(), retry=RetryPolicy(initial_delay=0.3, jitter="none"))
+        begun, ended, merged = Counter(), Counter(), []
+
+        @tasks.task
+        async def first() -> int:
+            await anyio.sleep(0.5)
+            return parts
+
+        @tasks.task
+        async def work(number: int, total: int) -> int:
+            begun[number] += 1
+            await anyio.sleep(0.4)
+            if (number + begun[number] + seed) % 3 == 0:
+                raise ValueError("ill")
+            ended[number] += 1
+            return number * total
+
+        @tasks.task
+        async def merge(numbers: list[int]) -> int:
+            await anyio.sleep(0.2)
+            merged.append(numbers)
+            return sum(numbers)
+
+        async with tasks:
+            calls = [work.s(number) for number in range(parts)]
+            job = await chain(first.s(), parallel(calls, then=merge.s(), concurrency=concurrency)).send()
+            for life in lives:
+                async with LoopGroup([tasks.loop(concurrency=3)], guardian=False, shutdown_timeout=0):
+                    await anyio.sleep(life)
+            async with group_of(tasks, concurrency=3):
+                assert await job.result(timeout=200) == sum(number * parts for number in range(parts))
+            assert all(numbers == [number * parts for number in range(parts)] for numbers in merged)
+            assert set(ended) == set(range(parts))
+            # In memory a call takes no time: a part that has ended is recorded.
+            assert max(ended.values()) == 1
+            assert len(merged) == 1
+            assert (await tasks.mailbox.counts()).waiting == 0
+
+    run_virtual(main, seed=seed)
+
+
+# ------------------------------------------------------------------------------------------------------------ bad input
+
+
+async def test_what_cannot_be_a_chain_is_refused_before_anything_is_sent(anyio_backend):
+    tasks, others = Tasks(InMemoryMailbox()), Tasks(InMemoryMailbox())
+
+    @tasks.task
+    async def work(number: int, name: str, more: str = "") -> int:
+        return number
+
+    @tasks.task
+    async def one(number: int) -> str:
+        return "x" * number
+
+    @tasks.task(unique=True)
+    async def unique(number: int) -> None: ...
+
+    @others.task
+    async def other() -> None: ...
+
+    with pytest.raises(ConfigError, match="at least one call"):
+        chain()
+    with pytest.raises(ConfigError, match="at least one call"):
+        parallel([])
+    with pytest.raises(ConfigError, match="several Tasks"):
+        chain(work.s(1, "a"), other.s())
+    with pytest.raises(ConfigError, match="takes no unique"):
+        chain(unique.s(1))
+    with pytest.raises(ConfigError, match="takes no unique"):
+        chain(one.options(delay=5).s(1))
+    with pytest.raises(InvalidParameterError, match="missing a required argument"):
+        chain(one.s(1), work.s())
+    with pytest.raises(InvalidParameterError, match="unexpected keyword argument 'nam'"):
+        chain(work.s(1, nam="a"))
+    with pytest.raises(InvalidParameterError, match="too many positional"):
+        one.s(1, 2)
+    for wrong in (one, 5, None):
+        with pytest.raises(InvalidParameterError, match=r"chain takes calls, as task\.s\(1\)"):
+            chain(wrong)
+        with pytest.raises(InvalidParameterError, match=r"parallel takes calls, as task\.s\(1\)"):
+            parallel([wrong])
+    with pytest.raises(InvalidParameterError, match="concurrency must be a whole number from 1"):
+        one.map([1], concurrency=0)
+    async with tasks:
+        with pytest.raises(InvalidParameterError, match="number is missing, and no result before gives it"):
+            await chain(one.s(), one.s()).send()
+        for wrong in (chain(one.s("a")), chain(one.s(1), work.s(name=5))):
+            with pytest.raises(SerializationError):
+                await wrong.send()
+        with pytest.raises(SerializationError, match="262,144"):
+            await chain(work.s(1, "x" * 300_000)).send()
+        with pytest.raises(InvalidParameterError, match="result_ttl"):
+            await chain(one.s(1)).send(result_ttl=-1)
+        with pytest.raises(JobNotFoundError, match="no-such"):
+            await tasks.chain_job("no-such").result()
+        assert (await tasks.mailbox.counts()).waiting == 0
+        assert await tasks.mailbox.backend.list_records("chain", 10, None) == []
+
+
+def test_a_result_that_is_too_large_is_a_failed_attempt():
+    async def main():
+        tasks = Tasks(InMemoryMailbox(), dead_letter=DeadLetterPolicy(max_attempts=1))
+
+        @tasks.task
+        async def one(number: int) -> str:
+            return "x" * number
+
+        async with group_of(tasks):
+            for whole in (chain(one.s(300_000)), one.map([200_000, 200_000])):
+                with pytest.raises(RequestFailedError, match="262,144"):
+                    await (await whole.send()).result()
+
+    run_virtual(main)
