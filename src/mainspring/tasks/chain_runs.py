@@ -20,7 +20,7 @@ from mainspring.mailbox.jobs import LOOK_EVERY, JobState
 from mainspring.mailbox.limits import check_seconds
 from mainspring.mailbox.message import Envelope
 from mainspring.mailbox.records import RecordWrite, check_size
-from mainspring.tasks.chains import (
+from mainspring.tasks.chain_state import (
     CALLS,
     CANCELLED,
     CHAIN,
@@ -38,11 +38,11 @@ from mainspring.tasks.chains import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Sequence
 
     from mainspring.mailbox.backend import Backend
     from mainspring.mailbox.message import Message
-    from mainspring.tasks.chains import Chain
+    from mainspring.tasks.chain_state import Stage
     from mainspring.tasks.task import Task
     from mainspring.tasks.tasks import Tasks
 
@@ -50,15 +50,14 @@ RESULTS_AT_ONCE = 1_000
 DELETED_AT_ONCE = 100
 
 
-async def begin(chain: Chain, result_ttl: float) -> ChainJob:
+async def begin(tasks: Tasks, stages: Sequence[Stage], result_ttl: float) -> ChainJob:
     """Store a chain, and send its first calls."""
-    tasks = chain.tasks
     mailbox = tasks.mailbox
     if not mailbox.capabilities.records:
         raise ConfigError(f"a chain needs a mailbox that keeps records (Capabilities.records), not {mailbox!r}")
     chain_id = new_chain_id()
-    writes = pages_of(chain_id, chain.stages)
-    state, envelopes = await _sending(ChainState.first(chain_id, chain, result_ttl), _Given(writes))
+    writes = pages_of(chain_id, stages)
+    state, envelopes = await _sending(ChainState.first(chain_id, stages, result_ttl), _Given(writes))
     for write in writes:
         await mailbox.backend.write_record(write)
     await mailbox.backend.write_record(state.write(), envelopes)

@@ -12,7 +12,7 @@ from mainspring.mailbox import replies
 from mainspring.tasks.batches import CallBatches, OpenBatches
 from mainspring.tasks.calls import TaskCall
 from mainspring.tasks.chain_runs import chain_step
-from mainspring.tasks.chains import CHAIN
+from mainspring.tasks.chain_state import CHAIN
 from mainspring.tasks.unique import latest_call
 from mainspring.worker.handler import Handler, Handlers, as_coroutine_function
 from mainspring.worker.middleware import wrappers_of

@@ -1,0 +1,226 @@
+"""Chains: calls that follow each other, each with the result of the one before, and calls that are made in parallel.
+
+A chain is a list of stages, and a stage is one call or many. A record (kind ``chain``) says which stage is under way, which
+of its parts were sent, and which are done. When a part has run, its worker writes the record anew and sends what comes next, in
+one step that depends on the record's version. So whatever crashes, a part that was recorded as done is not run again, and each
+part is sent once. A part that was not recorded is run again, as every message is.
+
+The calls lie in records of their own (``chain calls``), in pages. So do the results of a stage with many parts (``chain
+part``), until the last part has come. When the last stage has ended, the record of the chain keeps the result for a time.
+
+What is decided is in this file, and :mod:`mainspring.tasks.chain_runs` does it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final, Self
+
+from mainspring.core import random
+from mainspring.mailbox.records import RecordWrite, check_size
+from mainspring.tasks.calls import head
+from mainspring.validation import MAX_DELAY
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mainspring.tasks.calls import TaskCall
+
+CHAIN: Final = "chain"
+"""The kind of the record of a chain, and the header of its messages: the chain's id, the stage and the part."""
+CALLS: Final = "chain calls"
+PART: Final = "chain part"
+PAGE = 100
+"""How many calls of a stage are in one record."""
+CONCURRENCY = 100
+"""How many parts of a stage are sent at once, where nothing else is said."""
+CHAIN_LIFE = MAX_DELAY
+"""Seconds for which the records of a chain are kept after its last step."""
+
+RUNNING: Final = "running"
+DONE: Final = "done"
+CANCELLED: Final = "cancelled"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The calls that are made next: one, or many, of which ``concurrency`` are under way at once."""
+
+    calls: tuple[TaskCall, ...]
+    is_many: bool = False
+    concurrency: int = CONCURRENCY
+
+
+# ------------------------------------------------------------------------------------------------------ what is stored
+
+
+@dataclass(frozen=True)
+class StoredCall:
+    """A call as a page keeps it: the task, the JSON of the arguments that are given, and which one gets the result before."""
+
+    task: str
+    given: str
+    into: str | None
+    priority: int
+    headers: dict[str, str]
+
+    @classmethod
+    def of(cls, call: TaskCall) -> StoredCall:
+        """Return the call as it is stored. Raise :class:`SerializationError` if an argument is not of its type."""
+        task = call.task
+        given, into = task.parameters.encode_given(call.arguments)
+        return cls(task.name, given.decode(), into, task.sending.priority, task.sending.own_headers)
+
+    def body(self, result: bytes) -> bytes:
+        """Return the JSON of the message, with the ``result`` (JSON) of the stage before."""
+        args = self.given.encode()
+        if self.into is not None:
+            comma = b"" if args == b"{}" else b","
+            args = args[:-1] + comma + json.dumps(self.into).encode() + b":" + result + b"}"
+        return head(self.task) + args + b"}"
+
+
+def pages_of(chain_id: str, stages: Sequence[Stage]) -> list[RecordWrite]:
+    """Return the writes that store the calls of a chain.
+
+    :raises SerializationError: an argument is not of its type, or a page is larger than a record may be.
+    """
+    writes = []
+    for number, stage in enumerate(stages):
+        calls = [vars(StoredCall.of(call)) for call in stage.calls]
+        for page in range(0, len(calls), PAGE):
+            value = json.dumps(calls[page : page + PAGE]).encode()
+            check_size(f"a page of {PAGE} calls of a chain", value)
+            writes.append(RecordWrite(CALLS, page_key(chain_id, number, page // PAGE), value, CHAIN_LIFE))
+    return writes
+
+
+def page_key(chain_id: str, stage: int, page: int) -> str:
+    """Return the key of a page of calls."""
+    return f"{chain_id}/{stage}/{page:07d}"
+
+
+def part_key(chain_id: str, stage: int, part: int) -> str:
+    """Return the key of the result of a part."""
+    return f"{chain_id}/{stage}/{part:09d}"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which part of a chain a message is; the header of the message says it."""
+
+    chain_id: str
+    stage: int
+    part: int
+
+    @classmethod
+    def read(cls, header: str) -> Self:
+        """Return the place that a header names."""
+        chain_id, stage, part = header.rsplit("/", 2)
+        return cls(chain_id, int(stage), int(part))
+
+    def __str__(self) -> str:
+        return f"{self.chain_id}/{self.stage}/{self.part}"
+
+    @property
+    def message_id(self) -> str:
+        """The id of its message: the same for whoever sends it."""
+        return f"{self.chain_id}-{self.stage}-{self.part}"
+
+
+@dataclass(frozen=True)
+class ChainState:
+    """A chain as its record has it."""
+
+    chain_id: str
+    version: int
+    stages: tuple[tuple[int, bool, int], ...]
+    """Of each stage: how many parts it has, whether it is of many, and its concurrency."""
+    result_ttl: float
+    stage: int = 0
+    sent: int = 0
+    """How many parts of the stage were sent."""
+    done: int = 0
+    """Which of them are done: a bit each."""
+    state: str = RUNNING
+    result: bytes = b"null"
+    """JSON: what the stage before returned; of a chain that is done, its result."""
+    task: str = ""
+    """The task of the last stage, if that is of one part."""
+
+    @classmethod
+    def first(cls, chain_id: str, given: Sequence[Stage], result_ttl: float) -> ChainState:
+        """Return the state of a chain of which nothing is sent."""
+        stages = tuple((len(stage.calls), stage.is_many, stage.concurrency) for stage in given)
+        last = given[-1]
+        return cls(chain_id, 0, stages, result_ttl, task="" if last.is_many else last.calls[0].task.name)
+
+    @classmethod
+    def read(cls, chain_id: str, version: int, value: bytes) -> ChainState:
+        """Return the state that a record holds."""
+        before, _, result = value.partition(b',"result":')
+        said = json.loads(before + b"}")
+        said["stages"] = tuple(tuple(stage) for stage in said["stages"])
+        said["done"] = int(said["done"], 16)
+        return cls(chain_id, version, **said, result=result[:-1])
+
+    def write(self) -> RecordWrite:
+        """Return the write of this state, on the version that it came from."""
+        said = {
+            "stages": self.stages, "result_ttl": self.result_ttl, "stage": self.stage, "sent": self.sent,
+            "done": f"{self.done:x}", "state": self.state, "task": self.task,
+        }  # fmt: skip
+        value = json.dumps(said, separators=(",", ":")).encode()[:-1] + b',"result":' + self.result + b"}"
+        check_size("what a stage of a chain has returned", value)
+        life = CHAIN_LIFE if self.state == RUNNING else max(self.result_ttl, 1.0)
+        return RecordWrite(CHAIN, self.chain_id, value, life, self.version)
+
+    @property
+    def parts(self) -> int:
+        """How many parts the present stage has."""
+        return self.stages[self.stage][0]
+
+    @property
+    def is_many(self) -> bool:
+        """True if the present stage is of many parts."""
+        return self.stages[self.stage][1]
+
+    @property
+    def under_way(self) -> list[Place]:
+        """The parts of the present stage that were sent and are not done."""
+        undone = (part for part in range(self.sent) if not self.done >> part & 1)
+        return [Place(self.chain_id, self.stage, part) for part in undone]
+
+    # ------------------------------------------------------------------------------------------------- what comes next
+
+    def awaits(self, place: Place) -> bool:
+        """True if the part is still to be recorded as done."""
+        return self.state == RUNNING and self.stage == place.stage and not self.done >> place.part & 1
+
+    def with_done(self, part: int) -> ChainState:
+        """Return the state with a part of the present stage done."""
+        return replace(self, done=self.done | 1 << part)
+
+    @property
+    def is_stage_done(self) -> bool:
+        """True if all parts of the present stage are done."""
+        return self.done == (1 << self.parts) - 1
+
+    def with_sent(self) -> tuple[ChainState, range]:
+        """Return the state in which parts of the present stage are sent up to its concurrency, and which these are."""
+        most = self.stages[self.stage][2]
+        done = self.done.bit_count()
+        sent = min(self.parts, done + most)
+        return replace(self, sent=max(sent, self.sent)), range(self.sent, sent)
+
+    def next_stage(self, result: bytes) -> ChainState:
+        """Return the state after the present stage, which returned ``result`` (JSON)."""
+        if self.stage + 1 == len(self.stages):
+            return replace(self, state=DONE, result=result)
+        return replace(self, stage=self.stage + 1, sent=0, done=0, result=result)
+
+
+def new_chain_id() -> str:
+    """Return a new id of a chain."""
+    return f"chain-{random.token(96)}"
