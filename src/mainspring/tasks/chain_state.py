@@ -125,7 +125,7 @@ class Place:
 
     @property
     def message_id(self) -> str:
-        """The id of its message: the same for whoever sends it."""
+        """The id of its message, which follows from the place: each worker that sends it gives it the same."""
         return f"{self.chain_id}-{self.stage}-{self.part}"
 
 
