@@ -57,14 +57,14 @@ async def begin(tasks: Tasks, stages: Sequence[Stage], result_ttl: float) -> Cha
         raise ConfigError(f"a chain needs a mailbox that keeps records (Capabilities.records), not {mailbox!r}")
     chain_id = new_chain_id()
     writes = pages_of(chain_id, stages)
-    state, envelopes = await _sending(ChainState.first(chain_id, stages, result_ttl), _Given(writes))
+    state, envelopes = await _sending(ChainState.first(chain_id, stages, result_ttl), _GivenPages(writes))
     for write in writes:
         await mailbox.backend.write_record(write)
     await mailbox.backend.write_record(state.write(), envelopes)
     return ChainJob(tasks, chain_id)
 
 
-class _Given:
+class _GivenPages:
     """The pages of a chain that is being sent."""
 
     def __init__(self, writes: list[RecordWrite]) -> None:
@@ -74,7 +74,7 @@ class _Given:
         return self._by_key.get(key)
 
 
-class _Stored:
+class _StoredPages:
     """The pages of a chain in its mailbox."""
 
     def __init__(self, backend: Backend) -> None:
@@ -86,7 +86,7 @@ class _Stored:
         return None
 
 
-async def _sending(state: ChainState, pages: _Given | _Stored) -> tuple[ChainState, list[Envelope]]:
+async def _sending(state: ChainState, pages: _GivenPages | _StoredPages) -> tuple[ChainState, list[Envelope]]:
     """Return the state in which what may run is sent, and the messages for that."""
     after, parts = state.with_sent()
     envelopes: list[Envelope] = []
@@ -146,7 +146,7 @@ async def _record(backend: Backend, place: Place, raw: bytes) -> None:
             after = after.next_stage(await _results(backend, state, place, raw) if state.is_many else raw)
         envelopes: list[Envelope] = []
         if after.state != DONE:
-            after, envelopes = await _sending(after, _Stored(backend))
+            after, envelopes = await _sending(after, _StoredPages(backend))
         if await backend.write_record(after.write(), envelopes) is not None:
             if after.state == DONE:
                 backend.notifications.results.publish([place.chain_id])
