@@ -24,6 +24,7 @@ from mainspring.mailbox.postgres.connection import ValueRefusedError
 from mainspring.mailbox.postgres.mailbox import PostgresMailbox
 from mainspring.mailbox.postgres.schema import worth_a_vacuum
 from mainspring.mailbox.postgres.values import Blobs, Floats, Integers, Longs, Shorts, Texts, array, register
+from mainspring.mailbox.records import RecordWrite
 from postgres_support import Meter, gate, receiving, until, worker_role
 from support import outcomes
 
@@ -148,12 +149,16 @@ async def test_an_upgrade_brings_the_functions_of_its_version(place):
     place.execute("DROP FUNCTION SCHEMA.queue_age")
     place.execute("DROP FUNCTION SCHEMA.poll_all")
     place.execute("DROP FUNCTION SCHEMA.mailboxes_named")
+    place.execute("DROP FUNCTION SCHEMA.settle_with_results")
+    place.execute("DROP TABLE SCHEMA.records")
+    place.execute("ALTER TABLE SCHEMA.mailboxes DROP COLUMN results_until")
     with pytest.raises(ConfigError, match=f"has version 1, and this Mainspring needs {schemas.SCHEMA_VERSION}"):
         await place.mailbox(migrate=False).__aenter__()
     async with place.mailbox() as mailbox:
         await mailbox.send("x", delay=0.01, dedup_key="k")
         assert [message.body for message in await mailbox.receive(wait_time_seconds=5)] == ["x"]
         assert (await mailbox.counts()).queue_age == 0
+        assert await mailbox.backend.write_record(RecordWrite("test", "a", b"")) > 0
     assert place.execute("SELECT version FROM SCHEMA.store") == [(schemas.SCHEMA_VERSION,)]
 
 

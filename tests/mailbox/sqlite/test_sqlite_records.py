@@ -85,7 +85,7 @@ async def test_a_result_the_acknowledgement_and_the_next_claim_share_a_transacti
 
     await work.send_many([(number,) for number in range(10)])
     before = mailbox.transactions
-    loop: MainLoop = tasks.loop()
+    loop: MainLoop = tasks.loop(concurrency=1)
     async with anyio.create_task_group() as group:
         group.start_soon(loop.run)
         while loop.outcomes["acknowledged"] < 10:

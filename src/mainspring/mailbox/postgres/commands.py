@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from psycopg import AsyncRawCursor
 from psycopg.rows import tuple_row
@@ -36,6 +36,7 @@ from mainspring.mailbox.postgres.values import (
     options_values,
     portions,
     register,
+    results_values,
     settle_values,
     size_of_settlement,
     stored_key,
@@ -63,6 +64,13 @@ class Settle(batched.OfDelivery):
 
     settlement: Ack | Dead
     target: int | None
+
+
+@dataclass(eq=False, repr=False, slots=True)
+class SettleWithResult(Settle):
+    """The message is done, maybe with a reply, and its result is kept."""
+
+    joins: ClassVar[bool] = True
 
 
 _PLACE = itemgetter(11, 12)
@@ -163,6 +171,8 @@ class StatementBatch:
     """Seconds until something is due, as far as the batch has learnt."""
     newly_listening: bool = False
     """True if a claim waits that no sender had to notify before."""
+    results: list[str] = field(default_factory=list)
+    """The ids of messages that were acknowledged with a result."""
 
     def build(self, commands: Sequence[Command]) -> list[Statement]:
         """Return the statements for ``commands``, in the order in which they are to be executed."""
@@ -342,9 +352,13 @@ class StatementBatch:
 
     def add_settle(self, commands: list[Settle]) -> None:
         for some in portions(once_each(commands), size_of_settlement):
-            self._settle(some)
+            self._settle("settle", some, settle_values(some))
 
-    def _settle(self, commands: list[Settle]) -> None:
+    def add_settle_with_result(self, commands: list[SettleWithResult]) -> None:
+        for some in portions(once_each(commands), size_of_settlement):
+            self._settle("settle_with_results", some, (*settle_values(some), *results_values(some)))
+
+    def _settle(self, function: str, commands: list[Any], values: tuple[Any, ...]) -> None:
         def finish(rows: list[tuple[Any, ...]]) -> None:
             refuse_all_but(rows, commands)
             for (number,) in rows:
@@ -353,8 +367,10 @@ class StatementBatch:
             for command in commands:
                 if command.target is not None and command.error is None:
                     self.became_pending[command.target] += 1
+                if type(command) is SettleWithResult and command.error is None:
+                    self.results.append(command.delivery.message_id)
 
-        self._add("settle", settle_values(commands), finish)
+        self._add(function, values, finish)
 
     def add_nack(self, commands: list[batched.NackCommand]) -> None:
         commands = once_each(commands)
@@ -412,6 +428,7 @@ _IN_ORDER: tuple[tuple[type, Callable[[StatementBatch, Any], None]], ...] = (
     (batched.Acknowledge, StatementBatch.add_acknowledge),
     (AcknowledgeMany, StatementBatch.add_acknowledge_many),
     (Settle, StatementBatch.add_settle),
+    (SettleWithResult, StatementBatch.add_settle_with_result),
     (batched.NackCommand, StatementBatch.add_nack),
     (batched.Extend, StatementBatch.add_extend),
     (batched.Checkpoint, StatementBatch.add_checkpoint),

@@ -54,9 +54,12 @@ QUIET = 0.25
 ANSWER = 0.25
 """The part of it that the answer may take."""
 REMEMBERED = 1_000
-"""Ids of cancelled messages that are remembered, so that each is announced once."""
-_PAYLOAD = re.compile(r"(?P<number>[0-9]{1,10}) (?:cancelled (?P<cancelled>.*)|(?P<count>[0-9]{1,10}))", re.DOTALL)
-"""What a notification says: the number of a mailbox, and which message was cancelled or how many became pending."""
+"""Ids of cancelled messages, and of results, that are remembered, so that each is announced once."""
+_PAYLOAD = re.compile(
+    r"(?P<number>[0-9]{1,10}) (?:cancelled (?P<cancelled>.*)|results (?P<results>.*)|(?P<count>[0-9]{1,10}))", re.DOTALL
+)
+"""What a notification says: the number of a mailbox, and which message was cancelled, which ones have left results, or how many
+became pending."""
 
 
 class OpenMailbox(Protocol):
@@ -234,16 +237,29 @@ class PostgresListener:
         for mailbox in self._mailboxes.get(number, ()):
             self._polls.poll_in(mailbox, seconds)
 
-    def announce(self, number: int, message_ids: list[str]) -> None:
+    def cancelled(self, number: int, message_ids: list[str]) -> None:
         """Announce that messages of that mailbox were cancelled."""
+        new = self._new(message_ids)
+        for mailbox in self._mailboxes.get(number, ()) if new else ():
+            mailbox.notifications.cancelled.publish(new)
+
+    def kept_results(self, number: int, message_ids: list[str]) -> None:
+        """Announce that messages of that mailbox were acknowledged with results, if any of its objects wants to know."""
+        wanting = [one for one in self._mailboxes.get(number, ()) if one.notifications.results.is_wanted]
+        new = self._new(message_ids) if wanting else []
+        for mailbox in wanting if new else ():
+            mailbox.notifications.results.publish(new)
+
+    def _new(self, message_ids: list[str]) -> list[str]:
+        """Return those ids that were not announced yet. They are announced by now.
+
+        A notification of what this process did itself comes back to it, before or after the result of its call.
+        """
         new = [message_id for message_id in message_ids if message_id not in self._announced]
-        if not new:
-            return  # a notification of this process's own cancellation comes back here, before or after its result
         self._announced.update(dict.fromkeys(new))
         while len(self._announced) > REMEMBERED:
             del self._announced[next(iter(self._announced))]
-        for mailbox in self._mailboxes.get(number, ()):
-            mailbox.notifications.cancelled.publish(new)
+        return new
 
     async def run(self) -> None:
         """Listen until cancelled."""
@@ -325,7 +341,9 @@ class PostgresListener:
             return
         number, message_id = int(known["number"]), known["cancelled"]
         if message_id is not None:
-            self.announce(number, [message_id])
+            self.cancelled(number, [message_id])
+        elif known["results"] is not None:
+            self.kept_results(number, known["results"].split(" "))
         elif count := int(known["count"]):
             self.wake(number, count)
         else:  # a message was sent with a delay

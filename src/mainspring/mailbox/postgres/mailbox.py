@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import asynccontextmanager
+import math
+from contextlib import asynccontextmanager, suppress
 from contextvars import copy_context
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -10,20 +11,21 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 
-from mainspring.errors import InvalidParameterError
+from mainspring.errors import InvalidParameterError, MainspringError
 from mainspring.mailbox import batched
 from mainspring.mailbox.backend import TRANSIENT, Capabilities, MailboxStatistics
 from mainspring.mailbox.batched import AcknowledgeMany, BatchedBackend, Batcher, Command, Waiters
 from mainspring.mailbox.codec import headers_of
 from mainspring.mailbox.limits import SILENCE, check_column, check_real_time, check_row, full, is_name
 from mainspring.mailbox.mailbox import Mailbox
-from mainspring.mailbox.message import ACK, Ack, Cancelled, CancelOutcome, Nack
+from mainspring.mailbox.message import ACK, Ack, Cancelled, CancelOutcome, Nack, RescheduleOutcome
 from mainspring.mailbox.postgres import schema as schemas
 from mainspring.mailbox.postgres.commands import (
     LOCK_WAIT,
     NoSuchTargetError,
     PostgresSend,
     Settle,
+    SettleWithResult,
     StatementBatch,
 )
 from mainspring.mailbox.postgres.connection import ConnectionPool, ValueRefusedError
@@ -44,10 +46,12 @@ from mainspring.mailbox.postgres.transactions import (
     is_async,
     send_on,
     send_on_thread,
+    send_with_record,
     send_within_capacity,
     statements_to_join,
 )
-from mainspring.mailbox.postgres.values import Shorts, Texts, array, dead_row, portions
+from mainspring.mailbox.postgres.values import Shorts, Texts, array, dead_row, portions, record_values, unfinished_row
+from mainspring.mailbox.records import Record
 from mainspring.mailbox.settings import reads_query
 from mainspring.mailbox.sync import ThreadConnection
 
@@ -56,7 +60,8 @@ if TYPE_CHECKING:
 
     import psycopg
 
-    from mainspring.mailbox.message import ClaimedMessage, Dead, Envelope, Message, Settlement
+    from mainspring.mailbox.message import ClaimedMessage, Dead, Envelope, Message, Settlement, UnfinishedMessage
+    from mainspring.mailbox.records import RecordWrite
     from mainspring.runtime.scope import DaemonScope
 
 T = TypeVar("T")
@@ -64,6 +69,8 @@ R = TypeVar("R")
 WITHIN_CAPACITY = 2
 """Sends within a capacity that are in flight at once, each with a connection: one stores, and the next has come to the server.
 Their transactions take turns there anyway."""
+RESULTS_NOTED = 30.0
+"""Seconds after which the store is told again that results are wanted. It announces them for 60 seconds, or 45 at least."""
 DEAD_AT_ONCE = 1_000
 """Dead letters of one call at most, where it is to be done to all: however many there are, each call ends in time."""
 
@@ -180,6 +187,9 @@ class PostgresBackend(BatchedBackend):
         transactions=True,
         ordered=True,
         joined_acks=True,
+        records=True,
+        lookup=True,
+        reschedule=True,
         queue_age=True,
         async_backends=frozenset({"asyncio"}),
     )
@@ -228,7 +238,11 @@ class PostgresBackend(BatchedBackend):
         self._ranks = {0}  # it may have been dropped since it was open last
         self.watermark = shared.watermark(self._number)
         self.polling = Polling(self._number, options.poll_interval, asks_first=together)
-        self.open_line(Waiters(self.begin_timers(scope)))
+        alarms = self.begin_timers(scope)
+        self.open_line(Waiters(alarms))
+        self._results_alarm = alarms.alarm(self._want_results)
+        self.notifications.results.on_demand = self._results_wanted
+        self._results_noted = -math.inf
         self._reconnects = shared.connections.reconnects
         self._scope = scope
         self._context = copy_context()
@@ -273,6 +287,7 @@ class PostgresBackend(BatchedBackend):
                 for batcher in self._batchers:
                     tasks.start_soon(batcher.close)
         finally:
+            self._results_alarm.end()
             self.end_timers()
             shared.remove_mailbox(self._number, self)
             shared.task.leave(self._scope)
@@ -344,6 +359,8 @@ class PostgresBackend(BatchedBackend):
                 shared.listener.wake(number, count)
         if batch.due_in is not None:
             shared.listener.sweep_in(self._number, batch.due_in)
+        if batch.results:
+            shared.listener.kept_results(self._number, batch.results)
         if batch.newly_listening:
             self.polling.quick = list(QUICK_POLLS)
             shared.polls.poll_in(self, self.polling.quick.pop(0))
@@ -372,10 +389,13 @@ class PostgresBackend(BatchedBackend):
 
     async def _send_within_capacity(self, send: PostgresSend) -> None:
         batch = self._new_batch()
+        await send_within_capacity(self._pool, batch, send, self._capacity or 0, self._turn())
+        self._notify(batch)
+
+    def _turn(self) -> anyio.Semaphore:
         if self._turns is None:
             self._turns = anyio.Semaphore(WITHIN_CAPACITY)
-        await send_within_capacity(self._pool, batch, send, self._capacity or 0, self._turns)
-        self._notify(batch)
+        return self._turns
 
     async def _ready_for(self, envelopes: list[Envelope]) -> None:
         new = set()
@@ -436,11 +456,12 @@ class PostgresBackend(BatchedBackend):
         target: int | None = None
         if isinstance(settlement, Nack):
             command = batched.NackCommand(delivery, settlement)
-        elif isinstance(settlement, Ack) and settlement.reply is None:
+        elif isinstance(settlement, Ack) and settlement.reply is None and settlement.result is None:
             command = batched.Acknowledge(delivery)
         else:
             settlement, target = await self._with_reply_target(settlement)
-            command = Settle(delivery, settlement, target)
+            keeps_result = isinstance(settlement, Ack) and settlement.result is not None
+            command = (SettleWithResult if keeps_result else Settle)(delivery, settlement, target)
         under_way = self._transactions.under_way.get(delivery.receipt_handle)
         try:
             await (self.call(command) if under_way is None else under_way.settle(self._new_batch(), command))
@@ -564,8 +585,65 @@ class PostgresBackend(BatchedBackend):
     async def cancel(self, message_id: str) -> Cancelled:
         outcome, reply_to, headers = (await self._pool.rows("cancel", self._number, known([message_id])[0]))[0]
         if outcome == CancelOutcome.CANCELLED:
-            self._pool.listener.announce(self._number, [message_id])
+            self._pool.listener.cancelled(self._number, [message_id])
         return Cancelled(CancelOutcome(outcome), reply_to, headers_of(headers or "{}") or {})
+
+    async def find(self, message_ids: list[str]) -> list[UnfinishedMessage]:
+        rows = await self._pool.rows("find", self._number, array(Texts, known(message_ids)))
+        return [unfinished_row(row) for row in rows]
+
+    async def reschedule(self, message_id: str, delay: float) -> RescheduleOutcome:
+        outcome = RescheduleOutcome(
+            await self._pool.value("reschedule", self._number, known([message_id])[0], float(delay))
+        )
+        if outcome is RescheduleOutcome.RESCHEDULED:
+            if delay:
+                self._pool.listener.sweep_in(self._number, delay)
+            else:
+                self._pool.listener.wake(self._number, 1)
+        return outcome
+
+    # -------------------------------------------------------------------------------------------------------- records
+
+    async def write_record(self, write: RecordWrite, envelopes: Sequence[Envelope] = ()) -> int | None:
+        if not envelopes:
+            alone: int | None = await self._pool.value("write_record", self._number, *record_values(write))
+            return alone
+        await self._ready_for(list(envelopes))
+        version: int | None = None
+
+        async def attempt(send: PostgresSend) -> None:
+            nonlocal version
+            batch = self._new_batch()
+            version = await send_with_record(self._pool, batch, send, self._capacity, self._turn(), write)
+            self._notify(batch)
+
+        await self._dedup_sends().retry_while_blocked(list(envelopes), attempt)
+        return version
+
+    async def find_records(self, kind: str, keys: list[str]) -> list[Record]:
+        rows = await self._pool.rows("find_records", self._number, kind, array(Texts, known(keys)))
+        return [Record(*row) for row in rows]
+
+    async def list_records(self, kind: str, limit: int, after: str | None) -> list[Record]:
+        rows = await self._pool.rows("list_records", self._number, kind, min(limit, 2**31 - 1), after)
+        return [Record(*row) for row in rows]
+
+    def _results_wanted(self, wanted: bool) -> None:
+        if wanted and not self.waiters.closed:
+            self._results_alarm.wake_by(max(self._now(), self._results_noted + RESULTS_NOTED))
+
+    def _want_results(self, overslept: float) -> float:
+        """Have results announced, while they are wanted. The store has to be told so again and again."""
+        if self.waiters.closed or not self.notifications.results.is_wanted:
+            return math.inf
+        self._results_noted = self._now()
+        self._scope.start_soon(self._note_wanted, name=f"mailbox {self.name} wants results")
+        return self._results_noted + RESULTS_NOTED
+
+    async def _note_wanted(self) -> None:
+        with suppress(MainspringError):  # then the waits find the results when they look
+            await self._pool.rows("want_results", self._number)
 
 
 def known(message_ids: list[str]) -> list[str]:

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from mainspring.mailbox.postgres.connection import ConnectionPool
 
 
-_TABLES = ("0001_tables.sql", *[None] * 8)
+_TABLES = ("0001_tables.sql", *[None] * 8, "0010_records.sql")
 """What brings the tables from each version to the next: the first makes version 1. None: only functions are others.
 
 A function that a version does without stays where it is: processes of an earlier Mainspring may still call it."""
-_FUNCTIONS = ("sends.sql", "claims.sql", "settlements.sql", "maintenance.sql")
+_FUNCTIONS = ("sends.sql", "claims.sql", "settlements.sql", "records.sql", "maintenance.sql")
 SCHEMA_VERSION = len(_TABLES)
 
 
@@ -200,6 +200,9 @@ EVERY = 1.0
 STALE_EVERY = 3_600.0
 FEWEST_DEAD = 10_000
 DEAD_SHARE = 0.1
+RECORDS_EVERY = 5.0
+"""Seconds between two looks for records that have ended, unless more had than one look deletes."""
+RECORDS_AT_ONCE = 10_000
 FOLD_FROM = 200
 """Rows of a mailbox's tallies that are folded into one."""
 VACUUM_TIMEOUT = 600.0
@@ -215,7 +218,8 @@ def worth_a_vacuum(dead: int, live: int) -> bool:
 
 
 class Maintenance:
-    """Keep the tables of one schema small: VACUUM, fold the tallies, drop transient mailboxes that are out of use.
+    """Keep the tables of one schema small: VACUUM, fold the tallies, delete records that have ended, drop transient mailboxes
+    that are out of use.
 
     A queue makes more dead rows than any other table, and autovacuum runs once a minute, if it is on at all. So the processes
     of the mailboxes look every second themselves. A VACUUM blocks no other work, and is left out where another process runs
@@ -229,6 +233,7 @@ class Maintenance:
         self._turn = anyio.Semaphore(1)
         self._not_before = 0.0
         self._stale_at = 0.0
+        self._records_at = 0.0
         self._in_vain = 0
 
     async def run(self) -> None:
@@ -251,6 +256,9 @@ class Maintenance:
         if now >= self._stale_at:
             self._stale_at = now + STALE_EVERY
             await self._rows(f"SELECT {self._schema}.drop_stale($1, $2)", TRANSIENT, TRANSIENT_LIFE)
+        if now >= self._records_at:
+            ((ended,),) = await self._rows(f"SELECT {self._schema}.end_records($1)", RECORDS_AT_ONCE)
+            self._records_at = now + (RECORDS_EVERY if ended < RECORDS_AT_ONCE else 0.0)
         if now < self._not_before:
             return
         tables = await self._dead_rows()
@@ -258,6 +266,8 @@ class Maintenance:
             await self._vacuum(("messages", "tallies"))
         elif worth_a_vacuum(*tables.get("tallies", (0, 0))):
             await self._vacuum(("tallies",))
+        if worth_a_vacuum(*tables.get("records", (0, 0))):
+            await self._vacuum(("records",))
 
     async def _vacuum(self, tables: Iterable[str]) -> None:
         began = anyio.current_time()

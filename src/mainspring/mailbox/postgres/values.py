@@ -13,7 +13,7 @@ from psycopg.types.string import BytesBinaryDumper
 
 from mainspring.mailbox.codec import headers_of
 from mainspring.mailbox.limits import size_of
-from mainspring.mailbox.message import ClaimedMessage, Dead, Nack
+from mainspring.mailbox.message import Ack, ClaimedMessage, Dead, MessagePlace, Nack, UnfinishedMessage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from mainspring.mailbox.message import Envelope
     from mainspring.mailbox.postgres.commands import Settle
+    from mainspring.mailbox.records import RecordWrite
 
 _HEADER = Struct("!iiIii")
 _LENGTH = Struct("!i").pack
@@ -153,6 +154,8 @@ def size_of_settlement(command: Settle) -> int:
     if isinstance(settlement, Nack):
         return 0
     size = 0 if settlement.reply is None else size_of(settlement.reply)
+    if isinstance(settlement, Ack) and settlement.result is not None:
+        size += len(settlement.result.value)
     if isinstance(settlement, Dead):
         size += len(settlement.error) + len(settlement.traceback) + len(settlement.history or "")
     return size
@@ -237,6 +240,29 @@ def dead_row(row: tuple[Any, ...]) -> tuple[ClaimedMessage, Dead, float]:
         name, body, "", count, attempts, sent, first or 0.0, reply_to, known, checkpoint, None, history
     )  # fmt: skip
     return delivery, Dead(*why), at
+
+
+def unfinished_row(row: tuple[Any, ...]) -> UnfinishedMessage:
+    """Return the message of a row of ``find``."""
+    name, body, count, attempts, sent, first, reply_to, headers, checkpoint, history, place, due, rank = row
+    known = {} if headers is None else headers_of(headers) or {}
+    message = ClaimedMessage(
+        name, body, "", count, attempts, sent, first or 0.0, reply_to, known, checkpoint, None, history
+    )  # fmt: skip
+    return UnfinishedMessage(message, MessagePlace(place), due, -rank)
+
+
+def record_values(write: RecordWrite) -> tuple[Any, ...]:
+    """Return the parameters of ``write_record``."""
+    return write.kind, write.key, write.value, write.expires_in, write.if_version
+
+
+def results_values(commands: list[Settle]) -> tuple[Any, ...]:
+    """Return what ``settle_with_results`` takes behind the parameters of ``settle``."""
+    results = [
+        settlement.result for one in commands if isinstance(settlement := one.settlement, Ack) and settlement.result
+    ]
+    return array(Blobs, [one.value for one in results]), array(Floats, [float(one.expires_in) for one in results])
 
 
 def plain_text(text: str) -> str:

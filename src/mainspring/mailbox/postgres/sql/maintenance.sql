@@ -134,6 +134,7 @@ CREATE OR REPLACE FUNCTION mainspring.drop_mailbox(box integer) RETURNS void LAN
     DELETE FROM mainspring.dead d WHERE d.mailbox = box;
     DELETE FROM mainspring.tallies t WHERE t.mailbox = box;
     DELETE FROM mainspring.ranks r WHERE r.mailbox = box;
+    DELETE FROM mainspring.records r WHERE r.mailbox = box;
 $$;
 
 CREATE OR REPLACE FUNCTION mainspring.drop_stale(prefix text, life float8) RETURNS integer LANGUAGE plpgsql AS $$
