@@ -8,7 +8,7 @@ import subprocess
 import sys
 from typing import Any
 
-_BLOCK = re.compile(r"^\$ mainspring (?P<arguments>[a-z ]*--help)\n\.\.\.$", re.MULTILINE)
+_BLOCK = re.compile(r"^\$ mainspring (?P<arguments>[a-z -]*--help)\n\.\.\.$", re.MULTILINE)
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:

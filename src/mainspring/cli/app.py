@@ -199,6 +199,82 @@ def send(
     )
 
 
+_Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[TARGET] [ID]...",
+        help="The mailbox, by its URL or as MODULE:ATTR of a Tasks, and ids. Without one: that of MAINSPRING_URL.",
+    ),
+]
+_Mailbox = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[TARGET]", help="The mailbox, by its URL or as MODULE:ATTR of a Tasks."),
+]
+
+
+@app.command(epilog="Example: `mainspring stats 'sqlite:///jobs.db?name=emails'`")
+def stats(target: _Mailbox = None, as_json: _Json = False) -> int:
+    """Say how many messages of a mailbox are where, and how long the oldest pending one has waited."""
+    from mainspring.cli.jobs import show_stats
+
+    return show_stats(target or [], as_json)
+
+
+@app.command(epilog="Example: `mainspring job 'sqlite:///jobs.db?name=emails' 3f2a…`")
+def job(target: _Words = None, as_json: _Json = False) -> int:
+    """Say where a job is: its state, attempts, dates, progress and last error. Status 1 where it is not known."""
+    from mainspring.cli.jobs import show_job
+
+    return show_job(target or [], as_json)
+
+
+@app.command(epilog="Example: `mainspring cancel 'sqlite:///jobs.db?name=emails' 3f2a…`")
+def cancel(target: _Words = None, as_json: _Json = False) -> int:
+    """End jobs before they are done: those that wait are removed, running handlers are cancelled."""
+    from mainspring.cli.jobs import cancel_jobs
+
+    return cancel_jobs(target or [], as_json)
+
+
+@app.command(epilog="Example: `mainspring run-now 'sqlite:///jobs.db?name=emails' 3f2a…`")
+def run_now(target: _Words = None, as_json: _Json = False) -> int:
+    """Let jobs that wait for their time begin now; dead ones are replayed."""
+    from mainspring.cli.jobs import reschedule_jobs
+
+    return reschedule_jobs(target or [], None, None, as_json, verb="run-now")
+
+
+@app.command(epilog="Example: `mainspring reschedule 'sqlite:///jobs.db?name=emails' 3f2a… --in 30m`")
+def reschedule(
+    target: _Words = None,
+    delay: Annotated[
+        float | None,
+        typer.Option("--in", metavar="TIME", parser=seconds, help="After this time: 60s, 5m, 1h or seconds."),
+    ] = None,
+    at: Annotated[
+        datetime | None,
+        typer.Option(metavar="DATE", parser=instant, help="At this date and time with a time zone (ISO 8601)."),
+    ] = None,
+    as_json: _Json = False,
+) -> int:
+    """Let jobs that wait begin at another time."""
+    from mainspring.cli.jobs import reschedule_jobs
+
+    return reschedule_jobs(target or [], delay, at, as_json, verb="reschedule")
+
+
+@app.command(epilog="Example: `mainspring purge 'sqlite:///jobs.db?name=emails' --yes`")
+def purge(
+    target: _Mailbox = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: _Json = False,
+) -> int:
+    """Drop all messages of a mailbox that are delayed, pending or in flight. Dead letters stay."""
+    from mainspring.cli.jobs import purge_jobs
+
+    return purge_jobs(target or [], yes, as_json)
+
+
 @app.command(epilog="Example: `mainspring migrate postgresql://app@db.example.org/app`")
 def migrate(
     url: Annotated[

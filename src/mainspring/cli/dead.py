@@ -8,15 +8,14 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-import anyio
 import typer
 
+from mainspring.cli.store import open_shared, printable, with_mailbox
 from mainspring.cli.user_errors import FAILED, UserError, say
-from mainspring.mailbox.open import open_mailbox
 from mainspring.redaction import without_secrets
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
     from mainspring.mailbox.mailbox import Mailbox
     from mainspring.mailbox.message import DeadLetter
@@ -91,8 +90,8 @@ def list_dead(url: str, choice: Choice, limit: int, as_json: bool) -> int:
                     shown.append(letter)
         return shown, matched, total
 
-    mailbox = _open(url)
-    letters, matched, total = _with(mailbox, look)
+    mailbox = open_shared(url)
+    letters, matched, total = with_mailbox(mailbox, look)
     if as_json:
         found = [_as_json(letter, long=False) for letter in letters]
         typer.echo(json.dumps({"mailbox": mailbox.name, "dead": total, "matched": matched, "letters": found}, indent=2))
@@ -107,8 +106,8 @@ def list_dead(url: str, choice: Choice, limit: int, as_json: bool) -> int:
 
 def show_dead(url: str, message_id: str, as_json: bool) -> int:
     """Print everything about one dead letter."""
-    mailbox = _open(url)
-    letter = _with(mailbox, lambda opened: opened.dead_letter(message_id))
+    mailbox = open_shared(url)
+    letter = with_mailbox(mailbox, lambda opened: opened.dead_letter(message_id))
     if letter is None:
         raise UserError(f"there is no dead letter {message_id} in {mailbox.name}; see `mainspring dead list`", FAILED)
     if as_json:
@@ -127,31 +126,35 @@ def show_dead(url: str, message_id: str, as_json: bool) -> int:
         ("body", _body_text(letter)),
     ]
     for name, value in facts:
-        typer.echo(_printable(f"{name:<9} {value}"))
+        typer.echo(printable(f"{name:<9} {value}"))
     if letter.history:
         typer.echo("history")
     for failure in letter.history:
         at = "at an unknown time" if failure.at is None else _date(failure.at)
-        typer.echo(f"  attempt {failure.attempt}, {at}: {_printable(f'{failure.error_type}: {failure.error}')}")
+        typer.echo(f"  attempt {failure.attempt}, {at}: {printable(f'{failure.error_type}: {failure.error}')}")
     if letter.traceback:
-        typer.echo(f"traceback\n{_printable(letter.traceback.rstrip(), keep=chr(10))}")
+        typer.echo(f"traceback\n{printable(letter.traceback.rstrip(), keep=chr(10))}")
     return 0
 
 
 def replay_dead(url: str, choice: Choice, as_json: bool) -> int:
     """Send dead letters to their mailbox again."""
     choice.check("replay")
-    mailbox = _open(url)
-    return _report(mailbox, choice, "replayed", _with(mailbox, lambda opened: _act(opened, choice, "replay")), as_json)
+    mailbox = open_shared(url)
+    return _report(
+        mailbox, choice, "replayed", with_mailbox(mailbox, lambda opened: _act(opened, choice, "replay")), as_json
+    )
 
 
 def purge_dead(url: str, choice: Choice, yes: bool, as_json: bool) -> int:
     """Forget dead letters for good, having asked first where they are not named."""
     choice.check("purge")
-    mailbox = _open(url)
+    mailbox = open_shared(url)
     if not yes and not choice.ids:
         _confirm(mailbox, choice)
-    return _report(mailbox, choice, "purged", _with(mailbox, lambda opened: _act(opened, choice, "purge")), as_json)
+    return _report(
+        mailbox, choice, "purged", with_mailbox(mailbox, lambda opened: _act(opened, choice, "purge")), as_json
+    )
 
 
 async def _act(mailbox: Mailbox[Any, Any], choice: Choice, verb: str) -> int:
@@ -198,36 +201,9 @@ def _confirm(mailbox: Mailbox[Any, Any], choice: Choice) -> None:
 
     if sys.stdin is None or not sys.stdin.isatty():
         raise UserError("dead purge: without a terminal it cannot ask whether to delete them for good; pass --yes")
-    found = _with(mailbox, count)
+    found = with_mailbox(mailbox, count)
     if not typer.confirm(f"Forget {found:,} dead letter(s) of {mailbox.name} for good?", err=True):
         raise UserError("nothing was purged; answer y to purge them", FAILED)
-
-
-# ---------------------------------------------------------------------------------------------------------- the mailbox
-
-
-def _open(url: str) -> Mailbox[Any, Any]:
-    if url.startswith("memory:"):
-        raise UserError(
-            "a memory:// mailbox lives and ends with one process: name a mailbox that processes share, as"
-            " sqlite:///jobs.db?name=jobs"
-        )
-    return open_mailbox(url)
-
-
-def _with(mailbox: Mailbox[Any, Any], act: Callable[[Mailbox[Any, Any]], Awaitable[Any]]) -> Any:
-    """Return what ``act`` makes of the open mailbox. A mistyped name is refused, since opening its mailbox would make it."""
-
-    async def run() -> Any:
-        if not await mailbox.exists():
-            check = "a URL without ?name= means this one" if mailbox.name == "default" else "check it"
-            raise UserError(
-                f"there is no mailbox {mailbox.address}; none of this name was ever opened: {check}", FAILED
-            )
-        async with mailbox:
-            return await act(mailbox)
-
-    return anyio.run(run)
 
 
 # ------------------------------------------------------------------------------------------------------------ the output
@@ -258,7 +234,7 @@ def _as_json(letter: DeadLetter, *, long: bool = True) -> dict[str, Any]:
 
 
 def _line(letter: DeadLetter) -> str:
-    error = _printable(f"{letter.error_type}: {letter.error}")
+    error = printable(f"{letter.error_type}: {letter.error}")
     text = f"{letter.message_id}  {_date(letter.dead_lettered_at)}  attempt {letter.attempt}  {error}"
     return text if len(text) <= WIDTH else f"{text[: WIDTH - 1]}…"
 
@@ -276,11 +252,6 @@ def _body_text(letter: DeadLetter) -> str:
     if letter.body is None and isinstance(letter.raw, bytes):
         return letter.raw.decode(errors="backslashreplace")
     return json.dumps(letter.body, ensure_ascii=False)
-
-
-def _printable(text: str, *, keep: str = "") -> str:
-    """Return ``text`` without what a terminal would obey: errors and bodies come from anywhere."""
-    return "".join(char if char.isprintable() or char in keep else repr(char)[1:-1] for char in text)
 
 
 def _date(instant: datetime) -> str:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def load_group(target: str) -> LoopGroup:
     """Import the module (the working directory comes first on the path) and return the group, made by a call if need be."""
-    found = _load(target)
+    found = load_attribute(target)
     from mainspring.group.group import LoopGroup
     from mainspring.tasks.tasks import Tasks
     from mainspring.worker.runnable import Runnable
@@ -44,7 +44,7 @@ def load_group(target: str) -> LoopGroup:
 
 def load_builder(target: str) -> Callable[..., Any]:
     """Import the module and return the function ``build(mailbox)`` that makes a group for a simulation."""
-    found = _load(target)
+    found = load_attribute(target)
     from mainspring.group.group import LoopGroup
 
     if isinstance(found, LoopGroup) or not callable(found) or inspect.iscoroutinefunction(found):
@@ -58,7 +58,8 @@ def load_builder(target: str) -> Callable[..., Any]:
     return build
 
 
-def _load(target: str) -> Any:
+def load_attribute(target: str) -> Any:
+    """Import the module and return what it has under that name, whatever it is."""
     name, attribute = _split(target)
     return _attribute(_import(name), attribute, target)
 

@@ -1,0 +1,77 @@
+"""The mailbox that a verb works on, named by its URL, by ``MODULE:ATTR`` or by the environment."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import anyio
+
+from mainspring.cli.user_errors import FAILED, UserError
+from mainspring.mailbox.mailbox import Mailbox
+from mainspring.mailbox.open import open_mailbox
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+ENVIRONMENT = "MAINSPRING_URL"
+"""The environment variable that names the mailbox where a command does not."""
+
+
+def open_shared(url: str) -> Mailbox[Any, Any]:
+    """Return the unopened mailbox of a URL. Raise :class:`UserError` for one that this process would have for itself."""
+    if url.startswith("memory:"):
+        raise UserError(
+            "a memory:// mailbox lives and ends with one process: name a mailbox that processes share, as"
+            " sqlite:///jobs.db?name=jobs"
+        )
+    return open_mailbox(url)
+
+
+def mailbox_and_ids(words: Sequence[str]) -> tuple[Mailbox[Any, Any], list[str]]:
+    """Return the unopened mailbox that a command's words name, and the ids behind it.
+
+    The first word is the mailbox if it has a colon, as URLs and ``MODULE:ATTR`` have, and ids have not.
+
+    :raises UserError: none is named, or it is none that processes share.
+    """
+    given = list(words)
+    target = given.pop(0) if given and ":" in given[0] else os.environ.get(ENVIRONMENT, "")
+    if not target:
+        raise UserError(f"name a mailbox: its URL, as sqlite:///jobs.db?name=jobs, or set {ENVIRONMENT}")
+    return _mailbox_of(target), given
+
+
+def _mailbox_of(target: str) -> Mailbox[Any, Any]:
+    if "://" in target or target.startswith("memory:"):
+        return open_shared(target)
+    from mainspring.cli.target import load_attribute
+    from mainspring.tasks.tasks import Tasks
+
+    found = load_attribute(target)
+    mailbox = found.mailbox if isinstance(found, Tasks) else found
+    if not isinstance(mailbox, Mailbox):
+        raise UserError(
+            f"{target} is an object of type {type(found).__name__}; name a Tasks, a Mailbox, or a mailbox URL"
+        )
+    return open_shared(mailbox.address) if mailbox.address.startswith("memory:") else mailbox
+
+
+def with_mailbox(mailbox: Mailbox[Any, Any], act: Callable[[Mailbox[Any, Any]], Awaitable[Any]]) -> Any:
+    """Return what ``act`` makes of the open mailbox. A mistyped name is refused, since opening its mailbox would make it."""
+
+    async def run() -> Any:
+        if not await mailbox.exists():
+            check = "a URL without ?name= means this one" if mailbox.name == "default" else "check it"
+            raise UserError(
+                f"there is no mailbox {mailbox.address}; none of this name was ever opened: {check}", FAILED
+            )
+        async with mailbox:
+            return await act(mailbox)
+
+    return anyio.run(run)
+
+
+def printable(text: str, *, keep: str = "") -> str:
+    """Return ``text`` without what a terminal would obey: errors and bodies come from anywhere."""
+    return "".join(char if char.isprintable() or char in keep else repr(char)[1:-1] for char in text)
