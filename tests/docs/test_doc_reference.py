@@ -69,7 +69,9 @@ def test_the_reference_has_every_verb() -> None:
     page = (DOCS / "reference" / "command-line.md").read_text()
     verbs = {command.name or getattr(command.callback, "__name__", "") for command in app.registered_commands}
     verbs |= {group.typer_instance.info.name for group in app.registered_groups}
-    named = {verb for heading in re.findall(r"^## mainspring (.+)$", page, re.MULTILINE) for verb in heading.split(", ")}
+    named = {
+        verb for heading in re.findall(r"^## mainspring (.+)$", page, re.MULTILINE) for verb in heading.split(", ")
+    }
     assert named == {verb.replace("_", "-") for verb in verbs}
 
 
