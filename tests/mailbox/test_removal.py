@@ -10,6 +10,7 @@ import pytest
 
 from mainspring import DLQConsumer, LoopGroup, Verdict
 from mainspring.mailbox.nats.names import encoded
+from mainspring.mailbox.records import RecordWrite
 from nats_support import place as nats_place
 from postgres_support import Place, drop_schema, new_schema
 from redis_support import place as redis_place
@@ -36,6 +37,8 @@ async def use(mailbox, *, priority=0):
         await held.save_checkpoint(b"half")
         await mailbox.send("later", delay=3_600)
         await mailbox.send("once", dedup_key="key", expires_in=3_600)
+        if mailbox.capabilities.records:
+            await mailbox.backend.write_record(RecordWrite("test", "key", b"value", 3_600))
         async with LoopGroup([DLQConsumer(mailbox, keep)], guardian=False):
             with anyio.fail_after(20):
                 await kept.wait()
@@ -66,7 +69,7 @@ async def test_on_postgresql(postgres_url, anyio_backend):
         await use(place.mailbox(), priority=3)
         (statement,) = re.findall(r"SELECT mainspring\.drop_mailbox.*;", examples("postgres.md", "sql"))
         assert len(place.execute(statement.replace("mainspring.", "SCHEMA."))) == 2
-        for table in ("mailboxes", "messages", "dead", "tallies", "ranks"):
+        for table in ("mailboxes", "messages", "dead", "tallies", "ranks", "records"):
             assert place.execute(f"SELECT * FROM SCHEMA.{table}") == []
         assert not await place.mailbox().exists()
     finally:

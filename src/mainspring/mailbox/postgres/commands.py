@@ -20,7 +20,8 @@ from mainspring.errors import MailboxConnectionError
 from mainspring.mailbox import batched
 from mainspring.mailbox.batched import AcknowledgeMany
 from mainspring.mailbox.codec import headers_of
-from mainspring.mailbox.limits import lease_over, size_of
+from mainspring.mailbox.job_commands import WriteRecord
+from mainspring.mailbox.limits import full, lease_over, size_of
 from mainspring.mailbox.message import ClaimedMessage, Counts
 from mainspring.mailbox.postgres.values import (
     Blobs,
@@ -35,6 +36,7 @@ from mainspring.mailbox.postgres.values import (
     leases,
     options_values,
     portions,
+    record_values,
     register,
     results_values,
     settle_values,
@@ -240,6 +242,28 @@ class StatementBatch:
             if name == envelope.message_id:
                 self._sent(envelope)
 
+    def add_write(self, writes: list[WriteRecord]) -> None:
+        for write in writes:
+            plain = [one for one in write.envelopes if one.dedup_key is None]
+            keyed = [one for one in write.envelopes if one.dedup_key is not None]
+            keys = array(Texts, [stored_key(one.dedup_key or "") for one in keyed])
+            messages = [(*_bodies(some), *options_values(some)) for some in (plain, keyed)]
+            values = (*record_values(write.write), write.capacity, self.lock_wait, *messages[0], *messages[1], keys)
+            self._add("write_record_and_send", values, partial(self._written, write, plain, keyed))
+
+    def _written(
+        self, write: WriteRecord, plain: list[Envelope], keyed: list[Envelope], rows: list[tuple[Any, ...]]
+    ) -> None:
+        ((write.result, waiting, more, sent),) = rows
+        if waiting is not None:
+            write.error = full(waiting, write.capacity or 0, more)
+        if write.result is not None:
+            for envelope in (
+                *plain,
+                *(one for one, name in zip(keyed, sent or (), strict=True) if name == one.message_id),
+            ):
+                self._sent(envelope)
+
     def _sent(self, envelope: Envelope) -> None:
         if not envelope.delay:
             self.became_pending[self.box] += 1
@@ -433,6 +457,7 @@ _IN_ORDER: tuple[tuple[type, Callable[[StatementBatch, Any], None]], ...] = (
     (batched.Extend, StatementBatch.add_extend),
     (batched.Checkpoint, StatementBatch.add_checkpoint),
     (PostgresSend, StatementBatch.add_send),
+    (WriteRecord, StatementBatch.add_write),
     (batched.Claim, StatementBatch.add_claim),
     (batched.Count, StatementBatch.add_count),
 )

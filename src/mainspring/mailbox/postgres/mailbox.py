@@ -16,7 +16,8 @@ from mainspring.mailbox import batched
 from mainspring.mailbox.backend import TRANSIENT, Capabilities, MailboxStatistics
 from mainspring.mailbox.batched import AcknowledgeMany, BatchedBackend, Batcher, Command, Waiters
 from mainspring.mailbox.codec import headers_of
-from mainspring.mailbox.limits import SILENCE, check_column, check_real_time, check_row, full, is_name
+from mainspring.mailbox.job_commands import WriteRecord
+from mainspring.mailbox.limits import SILENCE, check_column, check_real_time, check_row, full, is_name, size_of
 from mainspring.mailbox.mailbox import Mailbox
 from mainspring.mailbox.message import ACK, Ack, Cancelled, CancelOutcome, Nack, RescheduleOutcome
 from mainspring.mailbox.postgres import schema as schemas
@@ -28,7 +29,7 @@ from mainspring.mailbox.postgres.commands import (
     SettleWithResult,
     StatementBatch,
 )
-from mainspring.mailbox.postgres.connection import ConnectionPool, ValueRefusedError
+from mainspring.mailbox.postgres.connection import BlockedError, ConnectionPool, ValueRefusedError
 from mainspring.mailbox.postgres.dedup import DedupSends
 from mainspring.mailbox.postgres.listener import QUICK_POLLS, Polling
 from mainspring.mailbox.postgres.pool import SharedPool
@@ -46,7 +47,6 @@ from mainspring.mailbox.postgres.transactions import (
     is_async,
     send_on,
     send_on_thread,
-    send_with_record,
     send_within_capacity,
     statements_to_join,
 )
@@ -389,13 +389,10 @@ class PostgresBackend(BatchedBackend):
 
     async def _send_within_capacity(self, send: PostgresSend) -> None:
         batch = self._new_batch()
-        await send_within_capacity(self._pool, batch, send, self._capacity or 0, self._turn())
-        self._notify(batch)
-
-    def _turn(self) -> anyio.Semaphore:
         if self._turns is None:
             self._turns = anyio.Semaphore(WITHIN_CAPACITY)
-        return self._turns
+        await send_within_capacity(self._pool, batch, send, self._capacity or 0, self._turns)
+        self._notify(batch)
 
     async def _ready_for(self, envelopes: list[Envelope]) -> None:
         new = set()
@@ -609,16 +606,24 @@ class PostgresBackend(BatchedBackend):
         if not envelopes:
             alone: int | None = await self._pool.value("write_record", self._number, *record_values(write))
             return alone
-        await self._ready_for(list(envelopes))
+        messages = list(envelopes)
+        await self._ready_for(messages)
+        check_column("the messages of one write", sum(map(size_of, messages)))
         version: int | None = None
 
         async def attempt(send: PostgresSend) -> None:
             nonlocal version
-            batch = self._new_batch()
-            version = await send_with_record(self._pool, batch, send, self._capacity, self._turn(), write)
-            self._notify(batch)
+            command = WriteRecord(write, send.envelopes, self._capacity)
+            send.result = []
+            try:
+                await self._execute_alone(command)
+            except BlockedError:
+                if all(envelope.dedup_key is None for envelope in messages):
+                    raise
+                send.blocked = True
+            version = command.result
 
-        await self._dedup_sends().retry_while_blocked(list(envelopes), attempt)
+        await self._dedup_sends().retry_while_blocked(messages, attempt)
         return version
 
     async def find_records(self, kind: str, keys: list[str]) -> list[Record]:

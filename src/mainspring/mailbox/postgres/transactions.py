@@ -21,7 +21,7 @@ from mainspring.mailbox.limits import full
 from mainspring.mailbox.postgres.commands import Statement, StatementBatch, call, call_text, execute
 from mainspring.mailbox.postgres.connection import BlockedError, Connection, as_mailbox_error, no_answer
 from mainspring.mailbox.postgres.dedup import blocked_error
-from mainspring.mailbox.postgres.values import Texts, array, record_values, register, stored_key
+from mainspring.mailbox.postgres.values import Texts, array, register, stored_key
 from mainspring.redaction import one_line
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from mainspring.mailbox.message import Message
     from mainspring.mailbox.postgres.commands import PostgresSend
     from mainspring.mailbox.postgres.pool import SharedPool
-    from mainspring.mailbox.records import RecordWrite
 
 
 REMEMBERED = 1_000
@@ -49,79 +48,38 @@ async def send_within_capacity(
     The send is ``blocked`` if an open transaction has sent one of the keys. Cancelled, it ends at once, and nothing is stored
     unless the COMMIT had been sent.
     """
-    async with _sending(shared, send, turn) as connection:
-        await _send_if_it_fits(connection, batch, send, capacity, shared.schema)
-
-
-async def send_with_record(
-    shared: SharedPool,
-    batch: StatementBatch,
-    send: PostgresSend,
-    capacity: int | None,
-    turn: anyio.Semaphore,
-    write: RecordWrite,
-) -> int | None:
-    """Write a record and store the messages, if there is room, in one transaction, as :func:`send_within_capacity` does.
-
-    Return the record's version; None, and nothing was stored, if it was not the one that was to be there.
-    """
-    version: int | None = None
-    send.result = []
-    async with _sending(shared, send, turn) as connection:
-        version = (await call(connection, shared.schema, "write_record", batch.box, *record_values(write)))[0][0]
-        if version is not None:
-            await _send_if_it_fits(connection, batch, send, capacity, shared.schema)
-    return version
-
-
-@asynccontextmanager
-async def _sending(
-    shared: SharedPool, send: PostgresSend, turn: anyio.Semaphore
-) -> AsyncIterator[psycopg.AsyncConnection[Any]]:
-    """Lend a connection in a transaction that ends with the block."""
-    connections = shared.connections
     try:
-        with anyio.fail_after(connections.timeout):
-            async with turn, shared.single_calls, connections.connection() as connection, _committing(connection):
-                yield connection
+        with anyio.fail_after(shared.connections.timeout):
+            async with turn, shared.single_calls, shared.connections.connection() as connection:
+                await _send_if_it_fits(connection, batch, send, capacity, shared.schema)
     except TimeoutError:
-        raise no_answer(connections.timeout) from None
+        raise no_answer(shared.connections.timeout) from None
     except BlockedError:
         if all(envelope.dedup_key is None for envelope in send.envelopes):
             raise
         send.blocked = True
 
 
-@asynccontextmanager
-async def _committing(connection: psycopg.AsyncConnection[Any]) -> AsyncIterator[None]:
-    try:
-        with expendable(connection):
-            async with connection.transaction():
-                yield
-    except psycopg.Error as error:
-        raise as_mailbox_error(error) from error
-
-
 async def _send_if_it_fits(
-    connection: psycopg.AsyncConnection[Any],
-    batch: StatementBatch,
-    send: PostgresSend,
-    capacity: int | None,
-    schema: str,
+    connection: psycopg.AsyncConnection[Any], batch: StatementBatch, send: PostgresSend, capacity: int, schema: str
 ) -> None:
     envelopes = send.envelopes
     keys = sorted({stored_key(e.dedup_key) for e in envelopes if e.dedup_key is not None})
-    if capacity is not None:
-        waiting = (await call(connection, schema, "lock_capacity", batch.box))[0][0]
-        more = len(envelopes)
-        if keys:
-            known = await call(connection, schema, "used_dedup_keys", batch.box, array(Texts, keys))
-            more = sum(e.dedup_key is None for e in envelopes) + len(keys) - len(known)
-        if more and waiting + more > capacity:
-            raise full(waiting, capacity, more)
-    # The lock that keeps other senders out is not kept while a key is blocked: the call with it fails soon.
-    for each in batch.build([send]):
-        each.take(await execute(connection, each))
+    try:
+        with expendable(connection):
+            async with connection.transaction():
+                waiting = (await call(connection, schema, "lock_capacity", batch.box))[0][0]
+                more = len(envelopes)
+                if keys:
+                    known = await call(connection, schema, "used_dedup_keys", batch.box, array(Texts, keys))
+                    more = sum(e.dedup_key is None for e in envelopes) + len(keys) - len(known)
+                if more and waiting + more > capacity:
+                    raise full(waiting, capacity, more)
+                # The lock that keeps other senders out is not kept while a key is blocked: the call with it fails soon.
+                for each in batch.build([send]):
+                    each.take(await execute(connection, each))
+    except psycopg.Error as error:
+        raise as_mailbox_error(error) from error
 
 
 class HandlerTransactions:

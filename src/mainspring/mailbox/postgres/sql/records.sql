@@ -35,6 +35,40 @@ BEGIN
     RETURN written;
 END $$;
 
+CREATE OR REPLACE FUNCTION mainspring.write_record_and_send(
+    box integer, of_kind text, of_key text, new_value bytea, life float8, if_version bigint, capacity bigint, lock_wait float8,
+    ids text[], bodies bytea[], delays float8[], ranks smallint[], reply_tos text[], all_headers text[], lives float8[],
+    keyed_ids text[], keyed_bodies bytea[], keyed_delays float8[], keyed_ranks smallint[], keyed_reply_tos text[],
+    keyed_headers text[], keyed_lives float8[], keys text[],
+    OUT written bigint, OUT waiting bigint, OUT more bigint, OUT sent text[]
+) LANGUAGE plpgsql AS $$
+-- Write a record and send messages, those with a dedup key apart: all of it or nothing. `written` is what `write_record` returns,
+-- and `sent` has the ids of the messages with keys. `waiting` is set, and nothing is done, where there is no room for `more`
+-- messages. It waits `lock_wait` seconds for another transaction that has sent a key; then it fails.
+BEGIN
+    BEGIN
+        written := mainspring.write_record(box, of_kind, of_key, new_value, life, if_version);
+        IF written IS NOT NULL AND capacity IS NOT NULL THEN
+            waiting := mainspring.lock_capacity(box);
+            more := cardinality(ids) + (SELECT count(DISTINCT k) FROM unnest(keys) AS k)
+                - (SELECT count(*) FROM mainspring.used_dedup_keys(box, keys));
+            IF more > 0 AND waiting + more > capacity THEN
+                RAISE EXCEPTION 'no room' USING ERRCODE = 'MS003';
+            END IF;
+            waiting := NULL;
+        END IF;
+    EXCEPTION WHEN SQLSTATE 'MS003' THEN
+        written := NULL;
+    END;
+    IF written IS NOT NULL AND cardinality(ids) > 0 THEN
+        PERFORM mainspring.send_with_options(box, ids, bodies, delays, ranks, reply_tos, all_headers, lives);
+    END IF;
+    IF written IS NOT NULL AND cardinality(keys) > 0 THEN
+        sent := ARRAY(SELECT mainspring.send_many_dedup(box, keyed_ids, keyed_bodies, keyed_delays, keyed_ranks,
+            keyed_reply_tos, keyed_headers, keyed_lives, keys, lock_wait, false));
+    END IF;
+END $$;
+
 CREATE OR REPLACE FUNCTION mainspring.find_records(box integer, of_kind text, keys text[])
 RETURNS TABLE (kind text, key text, value bytea, version bigint)
 LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off AS $$
