@@ -49,7 +49,10 @@ class Chain:
         check_seconds("result_ttl", seconds, MAX_DELAY)
         for call in self.stages[0].calls:
             call.task.check_call(call.arguments, takes_result=False)
-        return await begin(self.tasks, self.stages, float(seconds))
+        job = await begin(self.tasks, self.stages, float(seconds))
+        if (recording := self.tasks.recording) is not None and recording.inline:
+            await recording.run()
+        return job
 
 
 def chain(*steps: TaskCall | Chain) -> Chain:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
-from functools import update_wrapper
+from functools import partial, update_wrapper
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeAlias, TypeVar, cast
 
 from mainspring.core.introspection import is_async
+from mainspring.core.process import in_event_loop
 from mainspring.errors import ConfigError, InvalidParameterError, TaskExitError
 from mainspring.mailbox.codec import Codec
 from mainspring.mailbox.limits import check_seconds
@@ -24,7 +25,7 @@ from mainspring.validation import MAX_DELAY, as_seconds
 from mainspring.worker.middleware import overriding
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
     from datetime import datetime
 
     from mainspring.offload.pool import OffloadPool
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 """The positional and the named arguments of a call."""
 
@@ -186,7 +188,7 @@ class Task(Generic[P, R]):
 
     async def send(self, *args: P.args, **keywords: P.kwargs) -> Job[R]:
         """Send one call. Return its job once the message is as durable as the mailbox makes it."""
-        if self.senders or self.stands_for_key:
+        if self.senders or self.stands_for_key or self.tasks.recording is not None:
             return (await self.send_calls([(args, keywords)]))[0]
         envelope = self._prepare(self.parameters.bind(args, keywords), self._headers)
         stored = await self.tasks.mailbox.send_prepared([envelope], connection=self.sending.connection)
@@ -216,6 +218,8 @@ class Task(Generic[P, R]):
         call = OutgoingCall(self, self.parameters.bind(args, keywords), self._headers)
         async with self._entered([call]):
             body, options = TaskCall(self, call.arguments), self._asked()
+            if (recording := self.tasks.recording) is not None:
+                return cast("R", await recording.request(self, call, self._prepare(call.arguments, call.headers)))
             return self._result(
                 await self.tasks.mailbox.request(body, timeout=timeout, headers=call.headers, **options)
             )
@@ -281,13 +285,18 @@ class Task(Generic[P, R]):
 
     async def send_calls(self, calls: Sequence[Arguments]) -> list[Job[R]]:
         """Send calls with these arguments, all or none."""
-        return self.jobs(*await self.store(calls, self.sending.connection))
+        jobs = self.jobs(*await self.store(calls, self.sending.connection))
+        if (recording := self.tasks.recording) is not None and recording.inline:
+            await recording.run()
+        return jobs
 
     async def store(self, calls: Sequence[Arguments], connection: Any) -> tuple[list[Envelope], list[str]]:
         """Put calls with these arguments into the mailbox, inside of the middleware. Return their messages and ids."""
         outgoing = [OutgoingCall(self, self.parameters.bind(*each), self._headers) for each in calls]
         async with self._entered(outgoing):
             envelopes = [self._prepare(call.arguments, call.headers) for call in outgoing]
+            if (recording := self.tasks.recording) is not None:
+                return envelopes, recording.record(self, outgoing, envelopes)
             if self.stands_for_key:
                 each = zip(outgoing, envelopes, strict=True)
                 return envelopes, [await self._send_by_key(call.arguments, envelope) for call, envelope in each]
@@ -401,14 +410,20 @@ class SyncTask(Generic[P, R]):
 
     def request(self, *args: Any, timeout: float = 30.0, **keywords: Any) -> R:
         """Send one call, and return what the function returns."""
-        return self._mailbox.call(self._task.request, *args, timeout=timeout, **keywords)
+        return self._call(self._task.request, *args, timeout=timeout, **keywords)
 
     def _send(self, calls: list[Arguments]) -> list[Job[R]]:
         connection = self._task.sending.connection
-        if connection is None:
-            return self._mailbox.call(self._task.send_calls, calls)
+        if connection is None or self._task.tasks.recording is not None:
+            return self._call(self._task.send_calls, calls)
         given = ThreadConnection(connection)
         envelopes, stored = self._mailbox.call(self._task.store, calls, given)
         if given.work is not None:  # on the caller's own connection, which only its thread uses
             stored = given.work()
         return self._task.jobs(envelopes, stored)
+
+    def _call(self, fn: Callable[..., Coroutine[Any, Any, T]], *args: Any, **keywords: Any) -> T:
+        recording = self._task.tasks.recording
+        if recording is not None and not in_event_loop():
+            return recording.blocking(partial(fn, *args, **keywords))
+        return self._mailbox.call(fn, *args, **keywords)

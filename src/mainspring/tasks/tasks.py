@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Protocol, Self, TypeVar, overload
 
 from mainspring.core.introspection import check_runs, instead_of, name_of
@@ -19,12 +20,13 @@ from mainspring.tasks.runs import TaskHandlers
 from mainspring.tasks.task import BATCH_WAIT, SendOptions, Task, TaskOptions
 from mainspring.tasks.unique import Debounce, check_key
 from mainspring.validation import as_seconds
+from mainspring.worker.context import NO_RESOURCES
 from mainspring.worker.handler import check_offload
 from mainspring.worker.main_loop import MainLoop, check_handling
 from mainspring.worker.middleware import checked
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Sequence
+    from collections.abc import Callable, Coroutine, Iterator, Sequence
     from types import TracebackType
     from typing import Concatenate
 
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from mainspring.offload.pool import OffloadPool
     from mainspring.policies import DeadLetterPolicy, LeasePolicy, RetryPolicy
     from mainspring.tasks.chain_runs import ChainJob
+    from mainspring.tasks.recording import SentCalls
     from mainspring.tasks.unique import Key, Unique
     from mainspring.validation import Seconds
     from mainspring.worker.context import Context
@@ -96,6 +99,8 @@ class Tasks:
         """The tasks by their names."""
         self.loops = 0
         """How many loops run on it in this process."""
+        self.recording: SentCalls | None = None
+        """The calls that are recorded instead of sent, inside the block of :meth:`testing`."""
         if isinstance(mailbox, str):
             mailbox = open_mailbox(mailbox)
         if not isinstance(mailbox, Mailbox):
@@ -306,6 +311,29 @@ class Tasks:
             return None
         task = self.registered.get(task_name or "")
         return Codec().decode(raw) if task is None else task.result_codec.decode(raw)
+
+    # ------------------------------------------------------------------------------------------------------- testing
+
+    @contextmanager
+    def testing(self, *, inline: bool = False, resources: Any = NO_RESOURCES) -> Iterator[SentCalls]:
+        """Record calls inside the block instead of sending them: ``with tasks.testing() as sent:``. No store is needed.
+
+        ``sent`` is a list of the calls: ``sent[0].task``, ``.arguments``, ``.options``. Middleware is entered for each send,
+        and the arguments are checked and encoded as for a store. ``await sent.run()`` runs what was sent, and what that sends;
+        ``await sent[0].run()`` runs one call. The functions run inside of the middleware of the tasks, with their dependencies,
+        timeouts and the check of their results. What they raise is raised there, and nothing is tried again.
+
+        A call with the key (``unique``, ``debounce``, ``dedup_key``) of a call that has not run is not recorded: its job is
+        that of the other one (``job.new`` is False). ``unique=`` seconds hold for the whole block.
+
+        :param inline: True: each call runs as it is sent, and what it raises is raised to the sender. ``task.request`` works
+            only then.
+        :param resources: what ``ctx.resources`` is.
+        """
+        from mainspring.tasks.recording import recorded
+
+        with recorded(self, inline=inline, resources=resources) as sent:
+            yield sent
 
     # ---------------------------------------------------------------------------------------------------- life cycle
 
