@@ -21,8 +21,8 @@ from mainspring.errors import (
 )
 from mainspring.mailbox.message import Counts, Envelope
 from mainspring.mailbox.nats.mailbox import NatsMailbox
+from mainspring.mailbox.nats.messages import StoredMessage
 from mainspring.mailbox.nats.names import Names
-from mainspring.mailbox.nats.records import StoredMessage
 from nats_support import ACK, REMOVE, cut_off, one, reconnected, several, until_it_works
 from ports import free_port
 from servers import NatsServer

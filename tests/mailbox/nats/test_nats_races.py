@@ -7,7 +7,7 @@ import pytest
 
 from mainspring.errors import MailboxFullError, ReceiptHandleExpiredError
 from mainspring.mailbox.message import Counts, Envelope
-from mainspring.mailbox.nats.records import StoredMessage
+from mainspring.mailbox.nats.messages import StoredMessage
 from nats_support import GET, REMOVE, one, several
 
 pytestmark = [

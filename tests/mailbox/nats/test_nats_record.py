@@ -14,8 +14,8 @@ from mainspring import open_mailbox
 from mainspring.errors import ConfigError
 from mainspring.mailbox.message import Dead, Envelope
 from mainspring.mailbox.nats.mailbox import NatsMailbox
+from mainspring.mailbox.nats.messages import MARK, StoredMessage, dead_headers, decode, read_dead, token_of, tokens_of
 from mainspring.mailbox.nats.names import Names, check_stream, encoded
-from mainspring.mailbox.nats.records import MARK, StoredMessage, dead_headers, decode, read_dead, token_of, tokens_of
 from mainspring.mailbox.nats.settings import NatsOptions, Server
 
 TEXT = st.text(max_size=30)
@@ -208,7 +208,7 @@ def test_an_address_has_no_password():
 def test_without_the_driver_one_line_names_the_extra():
     program = (
         "import sys; sys.modules['nats'] = None\n"
-        "import mainspring.mailbox.nats.records, mainspring.mailbox.nats.settings, mainspring.mailbox.nats.names\n"
+        "import mainspring.mailbox.nats.messages, mainspring.mailbox.nats.settings, mainspring.mailbox.nats.names\n"
         "from mainspring import open_mailbox, ConfigError\n"
         "try: open_mailbox('nats://localhost?name=jobs')\n"
         "except ConfigError as error: print(error)"

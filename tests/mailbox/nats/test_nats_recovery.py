@@ -11,8 +11,8 @@ pytest.importorskip("nats", reason="the extra 'nats' is not installed")
 
 from mainspring.errors import MailboxConnectionError
 from mainspring.mailbox.nats import scheduler as nats_recovery
+from mainspring.mailbox.nats.messages import StoredMessage
 from mainspring.mailbox.nats.names import Names
-from mainspring.mailbox.nats.records import StoredMessage
 from mainspring.mailbox.nats.scheduler import Recovery
 from mainspring.mailbox.nats.streams import Added, ReadWriteLock, Stored
 from mainspring.testing import run_virtual

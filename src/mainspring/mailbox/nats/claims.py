@@ -14,8 +14,8 @@ from mainspring.mailbox.limits import CLOSE_TIMEOUT, lease_over
 from mainspring.mailbox.message import EXPIRED, ClaimedMessage
 from mainspring.mailbox.nats.client import GoneError
 from mainspring.mailbox.nats.connection import MAX_POLL_TIMEOUT, POLL_TIMEOUT, Request
+from mainspring.mailbox.nats.messages import StoredMessage, decode, nanoseconds, token_of
 from mainspring.mailbox.nats.names import CONSUMER
-from mainspring.mailbox.nats.records import StoredMessage, decode, nanoseconds, token_of
 from mainspring.mailbox.nats.streams import Add, Added
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from mainspring.mailbox.nats.client import (
     parse,
     translated,
 )
-from mainspring.mailbox.nats.records import nanoseconds
+from mainspring.mailbox.nats.messages import nanoseconds
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence

@@ -12,8 +12,8 @@ from mainspring.mailbox.backend import TRANSIENT, TRANSIENT_LIFE
 from mainspring.mailbox.message import UNKNOWN, Cancelled, CancelOutcome, Counts
 from mainspring.mailbox.nats.client import NO_STREAM, ApiError, is_gone, parse
 from mainspring.mailbox.nats.connection import Request
+from mainspring.mailbox.nats.messages import read_dead, token_of, tokens_of
 from mainspring.mailbox.nats.names import CONSUMER, Names, encoded
-from mainspring.mailbox.nats.records import read_dead, token_of, tokens_of
 from mainspring.mailbox.nats.scheduler import move_to_queue
 from mainspring.mailbox.nats.streams import Add
 

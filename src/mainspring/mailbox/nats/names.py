@@ -9,7 +9,7 @@ from typing import Any
 from mainspring.core.loggers import Logger
 from mainspring.errors import ConfigError
 from mainspring.mailbox.backend import TRANSIENT, TRANSIENT_LIFE
-from mainspring.mailbox.nats.records import nanoseconds
+from mainspring.mailbox.nats.messages import nanoseconds
 
 CONSUMER = "mainspring"
 """The name of the durable consumer of each stream that has one."""

@@ -14,8 +14,8 @@ from mainspring.mailbox.message import EXPIRED
 from mainspring.mailbox.nats.claims import LONGEST_PULL, Arrival, nak
 from mainspring.mailbox.nats.client import NO_STREAM, ApiError, GoneError, is_gone
 from mainspring.mailbox.nats.connection import Request
+from mainspring.mailbox.nats.messages import nanoseconds, token_of, tokens_of
 from mainspring.mailbox.nats.names import CONSUMER
-from mainspring.mailbox.nats.records import nanoseconds, token_of, tokens_of
 from mainspring.mailbox.nats.streams import Add, Added
 from mainspring.runtime.interval import Periodic
 from mainspring.runtime.retry import Retries
@@ -23,8 +23,8 @@ from mainspring.runtime.retry import Retries
 if TYPE_CHECKING:
     from mainspring.mailbox.nats.claims import Claims
     from mainspring.mailbox.nats.connection import Puller
+    from mainspring.mailbox.nats.messages import StoredMessage
     from mainspring.mailbox.nats.names import Names
-    from mainspring.mailbox.nats.records import StoredMessage
     from mainspring.mailbox.nats.streams import Store, Stored
 
 

@@ -10,7 +10,7 @@ import anyio
 from mainspring.core import clock
 from mainspring.errors import InvalidParameterError, MailboxConnectionError, MailboxError
 from mainspring.mailbox.limits import CLOSE_TIMEOUT, check_size
-from mainspring.mailbox.nats.records import RESERVED, StoredMessage
+from mainspring.mailbox.nats.messages import RESERVED, StoredMessage
 from mainspring.mailbox.nats.scheduler import move_to_queue
 from mainspring.mailbox.nats.streams import Add, Added
 

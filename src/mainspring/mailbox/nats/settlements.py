@@ -19,8 +19,8 @@ from mainspring.mailbox.limits import lease_over
 from mainspring.mailbox.message import EXPIRED, Ack, Dead, Nack
 from mainspring.mailbox.nats.claims import FULL_RETRY
 from mainspring.mailbox.nats.client import GoneError
+from mainspring.mailbox.nats.messages import RESERVED_FOR_DEATH, StoredMessage, token_of
 from mainspring.mailbox.nats.names import Names
-from mainspring.mailbox.nats.records import RESERVED_FOR_DEATH, StoredMessage, token_of
 from mainspring.mailbox.nats.streams import Add
 
 if TYPE_CHECKING:

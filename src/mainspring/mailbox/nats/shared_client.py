@@ -18,7 +18,7 @@ from mainspring.core import process
 from mainspring.errors import describe
 from mainspring.mailbox.limits import CLOSE_TIMEOUT, COURTESY
 from mainspring.mailbox.nats.client import RefusedError, StrictClient, denied_subject, refuses_subscription
-from mainspring.mailbox.nats.records import RESERVED
+from mainspring.mailbox.nats.messages import RESERVED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -28,8 +28,8 @@ from mainspring.mailbox.nats.client import (
     parse,
 )
 from mainspring.mailbox.nats.connection import NatsConnection, Request
+from mainspring.mailbox.nats.messages import StoredMessage, dead_headers, decode, token_of
 from mainspring.mailbox.nats.names import CONSUMER, Names, check_stream, upgraded
-from mainspring.mailbox.nats.records import StoredMessage, dead_headers, decode, token_of
 from mainspring.mailbox.nats.shared_client import ROOM
 
 if TYPE_CHECKING:
