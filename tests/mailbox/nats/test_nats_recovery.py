@@ -89,7 +89,8 @@ class Server:
 
 
 def recovery(server: Server) -> Recovery:
-    return Recovery(server, SimpleNamespace(after_lost_lease=lambda record: record))
+    records = SimpleNamespace(tend=anyio.lowlevel.checkpoint)
+    return Recovery(server, SimpleNamespace(after_lost_lease=lambda record: record), records)
 
 
 @pytest.mark.anyio

@@ -1,6 +1,6 @@
 """Mailboxes on a NATS server with JetStream.
 
-A mailbox is up to six streams, of which three have a durable consumer (``names.py``). The queue is made when the mailbox is
+A mailbox is up to seven streams, of which three have a durable consumer (``names.py``). The queue is made when the mailbox is
 first opened, each of the others when a message first needs it: a server makes one after another, in some milliseconds each.
 A missing stream has nothing in it. Each message has a subject of its own, and a stream keeps one message a subject. So the
 server fences each step (``streams.py``): "add unless there is one", "replace if it is still number n", "remove number n". The
@@ -13,7 +13,7 @@ states of a message:
   knows only the old number, and can do nothing to it any more.
 - Dead: in ``dead``, with the error in headers.
 - Settled: in none of them. ``expiries`` has a note for each message that may expire. ``moves`` counts the additions that were
-  no sends, so that the counts add up.
+  no sends, so that the counts add up. Records lie in ``records`` (``records.py``), and are no messages.
 
 Invariants: a message that moves is added to the new stream before it is removed from the old one, so it is never in neither. If
 the removal finds that the lease was lost, the copy is removed again. Counting and moving exclude each other within one mailbox

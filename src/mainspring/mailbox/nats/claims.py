@@ -387,6 +387,10 @@ class Claims:
             raise lease_over(delivery)
         return lease
 
+    def lease_of(self, sequence: int) -> Lease | None:
+        """Return the lease of a message that this process holds, or has held, under a number of the queue."""
+        return self._leases.get(str(sequence))
+
     def drop_lease(self, delivery: ClaimedMessage) -> None:
         """Forget the lease of a delivery whose message has left the queue, or its number."""
         lease = self._leases.pop(delivery.receipt_handle, None)

@@ -1,20 +1,18 @@
-"""Inspection of a mailbox on NATS: counts, purge, cancel, dead letters, and the removal of abandoned transient mailboxes."""
+"""Inspection of a mailbox on NATS: counts, purge, dead letters, and the removal of abandoned transient mailboxes."""
 
 from __future__ import annotations
 
-from contextlib import suppress
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from mainspring.core import clock
-from mainspring.errors import MailboxConnectionError, MailboxError, MailboxFullError
+from mainspring.errors import MailboxConnectionError, MailboxError
 from mainspring.mailbox.backend import TRANSIENT, TRANSIENT_LIFE
-from mainspring.mailbox.message import UNKNOWN, Cancelled, CancelOutcome, Counts
+from mainspring.mailbox.message import Counts
 from mainspring.mailbox.nats.client import NO_STREAM, ApiError, is_gone, parse
 from mainspring.mailbox.nats.connection import Request
-from mainspring.mailbox.nats.messages import read_dead, token_of, tokens_of
+from mainspring.mailbox.nats.messages import read_dead, token_of
 from mainspring.mailbox.nats.names import CONSUMER, Names, encoded
-from mainspring.mailbox.nats.scheduler import move_to_queue
 from mainspring.mailbox.nats.streams import Add
 
 if TYPE_CHECKING:
@@ -98,50 +96,6 @@ async def purge(store: Store) -> int:
         await store.purge(names.expiries)
         await store.purge(names.checkpoints)
     return dropped
-
-
-async def cancel(store: Store, message_id: str) -> Cancelled:
-    """See :meth:`Backend.cancel`."""
-    names = store.names
-    for stream, prefix in (
-        (names.delayed, names.to_delayed),
-        (names.queue, names.to_queue),
-        (names.delayed, names.to_delayed),
-    ):
-        for token in tokens_of(message_id):
-            while (there := await store.last(stream, prefix + token)) is not None:
-                record = there.record
-                if record.message_id != message_id:
-                    break
-                delivered = await store.delivered() if stream == names.queue else 0
-                if not await store.remove(stream, there.sequence):
-                    continue
-                if stream == names.delayed and await _was_under_way(store, token, there):
-                    return await cancel(store, message_id)
-                if record.kept:
-                    await store.forget_checkpoint(record)
-                outcome = CancelOutcome.CANCELLED if there.sequence <= delivered else CancelOutcome.REMOVED
-                return Cancelled(outcome, record.reply_to, record.headers)
-    return UNKNOWN
-
-
-async def _was_under_way(store: Store, token: str, removed: Stored) -> bool:
-    """True if a message that was removed from the delayed stream is in the queue, or was: a due message may be on its
-    way there.
-
-    What a scheduler that has it in hand adds later, the server takes for a second copy of the one added here.
-    """
-    if (removed.record.due or 0.0) > clock.utc_now().timestamp():
-        return False
-    with suppress(MailboxFullError):  # then no scheduler has found room for it either
-        async with store.writing():
-            added = await store.add(move_to_queue(store.names, token, removed.record, removed.sequence))
-            if added.sequence and not added.duplicate:
-                await store.count_moves()
-        if added.sequence:
-            return True
-    there = await store.last(store.names.queue, store.names.to_queue + token)
-    return there is not None and there.record.message_id == removed.record.message_id
 
 
 async def sweep_transient(store: Store) -> None:
@@ -264,7 +218,4 @@ async def _by_ids(store: Store, message_ids: list[str]) -> list[Stored]:
 def _letter(stored: Stored) -> tuple[ClaimedMessage, Dead, float]:
     record = stored.record
     dead, at = read_dead(stored.headers, stored.stored_at)
-    delivery = record.delivery("", 0.0, None, None)
-    delivery.delivery_count = record.deliveries
-    delivery.attempt = record.charged
-    return delivery, dead, at
+    return record.before_delivery(), dead, at

@@ -16,11 +16,12 @@ from mainspring.mailbox.backend import TRANSIENT, Backend, Capabilities, Mailbox
 from mainspring.mailbox.limits import CLOSE_TIMEOUT, SILENCE, check_real_time
 from mainspring.mailbox.mailbox import Mailbox
 from mainspring.mailbox.message import CancelOutcome
-from mainspring.mailbox.nats import inspection
+from mainspring.mailbox.nats import inspection, lookup
 from mainspring.mailbox.nats.claims import Claims
 from mainspring.mailbox.nats.client import check_credentials
 from mainspring.mailbox.nats.connection import NatsConnection
 from mainspring.mailbox.nats.names import Names, encoded
+from mainspring.mailbox.nats.records import Records
 from mainspring.mailbox.nats.scheduler import DelayScheduler, ExpiryScheduler, Recovery, Scheduler
 from mainspring.mailbox.nats.sends import Sends
 from mainspring.mailbox.nats.settings import NatsOptions, Server
@@ -31,10 +32,20 @@ from mainspring.mailbox.settings import name_at, reads_query
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Sequence
 
-    from mainspring.mailbox.message import Cancelled, ClaimedMessage, Counts, Dead, Envelope, Settlement
+    from mainspring.mailbox.message import (
+        Cancelled,
+        ClaimedMessage,
+        Counts,
+        Dead,
+        Envelope,
+        RescheduleOutcome,
+        Settlement,
+        UnfinishedMessage,
+    )
     from mainspring.mailbox.nats.client import RawMessage
+    from mainspring.mailbox.records import Record, RecordWrite
     from mainspring.runtime.scope import DaemonScope
 
 T = TypeVar("T", default=Any)
@@ -125,6 +136,9 @@ class NatsBackend(Backend):
         priority=False,
         transactional_reply=False,
         joined_acks=True,
+        records=True,
+        lookup=True,
+        reschedule=True,
         queue_age=True,
         lease_ends_seen=False,
         lease_granularity=0.05,
@@ -195,14 +209,19 @@ class NatsBackend(Backend):
         self._sends = Sends(store)
         self._claims = Claims(store)
         store.replaced = self._claims.forget_leases
-        self._settlements = Settlements(store, self._claims)
-        recovery = Recovery(store, self._claims)
+        self._records = Records(store, self._sends)
+        self._settlements = Settlements(store, self._claims, self._records)
+        recovery = Recovery(store, self._claims, self._records)
         connection.reconnected = recovery.after_reconnect
         scope.start_soon(recovery.run, name=f"mailbox {self.name} recovery")
         self._schedulers = []
         store.found = partial(self._start_scheduler, scope)
         for stream in store.made:
             self._start_scheduler(scope, stream)
+        self._hears_results = False
+        self.notifications.results.on_demand = partial(self._results_wanted, scope)
+        if self.notifications.results.is_wanted:
+            self._results_wanted(scope, True)
         if self.name.startswith(TRANSIENT):
             scope.start_soon(self._sweep, name=f"mailbox {self.name} abandoned ones")
 
@@ -304,11 +323,45 @@ class NatsBackend(Backend):
         return await inspection.purge_dead_letters(self._store, message_ids)
 
     async def cancel(self, message_id: str) -> Cancelled:
-        found = await inspection.cancel(self._store, message_id)
+        found = await lookup.cancel(self._store, message_id)
         if found.outcome is CancelOutcome.CANCELLED:
             with suppress(MailboxConnectionError):  # its holder learns of it at the next renewal
                 await self._store.connection.publish(self._names.to_cancelled, message_id.encode())
         return found
 
+    async def find(self, message_ids: list[str]) -> list[UnfinishedMessage]:
+        return await lookup.find(self._store, self._claims, message_ids)
+
+    async def reschedule(self, message_id: str, delay: float) -> RescheduleOutcome:
+        return await lookup.reschedule(self._store, message_id, delay)
+
+    # -------------------------------------------------------------------------------------------------------- records
+
+    async def write_record(self, write: RecordWrite, envelopes: Sequence[Envelope] = ()) -> int | None:
+        return await self._records.write(write, envelopes)
+
+    async def find_records(self, kind: str, keys: list[str]) -> list[Record]:
+        return await self._records.find(kind, keys)
+
+    async def list_records(self, kind: str, limit: int, after: str | None) -> list[Record]:
+        return await self._records.list(kind, limit, after)
+
+    # ---------------------------------------------------------------------------------------------------- what is heard
+
     def _on_cancelled(self, message: RawMessage) -> None:
         self.notifications.cancelled.publish([message.data.decode("utf-8", "replace")])
+
+    def _results_wanted(self, scope: DaemonScope, wanted: bool) -> None:
+        """Hear of results from the first time that they are wanted until the mailbox is closed."""
+        if wanted and not self._hears_results and self._connection is not None:
+            self._hears_results = True
+            scope.start_soon(self._listen_for_results, self._connection, name=f"mailbox {self.name} wants results")
+
+    async def _listen_for_results(self, connection: NatsConnection) -> None:
+        try:
+            await connection.listen(self._names.to_results, self._on_result)
+        except Exception:  # a wait for a result looks by itself
+            self._hears_results = False
+
+    def _on_result(self, message: RawMessage) -> None:
+        self.notifications.results.publish([message.data.decode("utf-8", "replace")])

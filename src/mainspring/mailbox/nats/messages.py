@@ -65,7 +65,7 @@ class StoredMessage:
         if envelope.dedup_key is not None:
             record.dedup_key = envelope.dedup_key
             if envelope.dedup_key != envelope.message_id:
-                record.message_id = f"{envelope.message_id}-k{_digest(envelope.dedup_key)}"
+                record.message_id = f"{envelope.message_id}-k{digest(envelope.dedup_key)}"
         if envelope.expires_in is not None:
             record.expires_at = now + envelope.expires_in
         if envelope.delay > 0:
@@ -82,7 +82,7 @@ class StoredMessage:
         """
         if self.dedup_key is None or self.dedup_key == self.message_id:
             return token_of(self.message_id)
-        return f"k-{_digest(self.dedup_key)}"
+        return f"k-{digest(self.dedup_key)}"
 
     def encode(self) -> bytes:
         """Return its payload."""
@@ -112,6 +112,13 @@ class StoredMessage:
             leased_at,
             self.history,
         )
+
+    def before_delivery(self) -> ClaimedMessage:
+        """Return what is known of it while no delivery of it is under way."""
+        first = self.first_received_at
+        seen = self.delivery("", 0.0 if first is None else first, None, None)
+        seen.delivery_count, seen.attempt = self.deliveries, self.charged
+        return seen
 
     def returned(self, *, received_at: float, charge: bool, kept: bool, history: str | None = None) -> StoredMessage:
         """Return its next record, after a delivery that was first received at ``received_at`` has ended."""
@@ -209,7 +216,8 @@ def _check(record: StoredMessage) -> None:
         raise TypeError("headers are strings by string")
 
 
-def _digest(text: str) -> str:
+def digest(text: str) -> str:
+    """Return 32 letters that are another text's with no likelihood that matters."""
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
@@ -220,14 +228,14 @@ def nanoseconds(seconds: float) -> int:
 
 def token_of(message_id: str) -> str:
     """Return the last part of the subject of the message with that id."""
-    return f"i-{message_id}" if _PLAIN.match(message_id) else f"h-{_digest(message_id)}"
+    return f"i-{message_id}" if _PLAIN.match(message_id) else f"h-{digest(message_id)}"
 
 
 def tokens_of(message_id: str) -> tuple[str, ...]:
     """Return where a message with that id can be: under its dedup key, of which its id has the digest, or under its id."""
-    _, found, digest = message_id.rpartition("-k")
+    _, found, of_key = message_id.rpartition("-k")
     by_id = token_of(message_id)
-    return (f"k-{digest}", by_id) if found and _PLAIN.match(digest) else (by_id,)
+    return (f"k-{of_key}", by_id) if found and _PLAIN.match(of_key) else (by_id,)
 
 
 def dead_headers(dead: Dead, at: float, room: int) -> dict[str, str]:

@@ -19,11 +19,21 @@ DELAYED_ACK_WAIT = 2.0
 _log = Logger("mainspring.mailbox")
 
 
+def letters(text: str) -> str:
+    """Return a text in ASCII letters, digits and ``-``, and any other byte as ``_`` and two hexadecimal digits."""
+    raw = text.encode("utf-8", "surrogatepass")
+    return re.sub(rb"[^A-Za-z0-9-]", lambda found: b"_%02x" % found[0][0], raw).decode()
+
+
+def read_letters(text: str) -> str:
+    """Return the text that :func:`letters` has written."""
+    raw = re.sub(rb"_([0-9a-f]{2})", lambda found: bytes([int(found[1], 16)]), text.encode())
+    return raw.decode("utf-8", "surrogatepass")
+
+
 def encoded(name: str) -> str:
     """Return ``name`` in letters that stream names, bucket names and subjects allow; different names stay different."""
-    text = re.sub(
-        rb"[^A-Za-z0-9-]", lambda found: b"_%02x" % found[0][0], name.encode("utf-8", "surrogatepass")
-    ).decode()
+    text = letters(name)
     if len(text) > MAX_NAME:
         raise ConfigError(f"mailbox {name[:40]!r}…: its name is longer than {MAX_NAME} letters on a NATS server")
     return text
@@ -39,13 +49,16 @@ class Names:
     dead: str
     moves: str
     checkpoints: str
+    records: str
     to_queue: str
     to_delayed: str
     to_expiries: str
     to_dead: str
     to_moves: str
     to_checkpoints: str
+    to_records: str
     to_cancelled: str
+    to_results: str
     to_made: str
     transient: bool
 
@@ -65,13 +78,16 @@ class Names:
             f"mainspring-dead_{short}",
             f"mainspring-moves_{short}",
             f"KV_mainspring-checkpoints_{short}",
+            f"mainspring-records_{short}",
             f"{root}.queue.",
             f"{root}.delayed.",
             f"{root}.expiry.",
             f"{root}.dead.",
             f"{root}.moves",
             f"$KV.mainspring-checkpoints_{short}.",
+            f"{root}.record.",
             f"{root}.cancelled",
+            f"{root}.results",
             f"{root}.made",
             short.startswith(encoded(TRANSIENT)),
         )
@@ -79,7 +95,7 @@ class Names:
     @property
     def streams(self) -> tuple[str, ...]:
         """All of its streams."""
-        return (self.queue, self.delayed, self.expiries, self.dead, self.moves, self.checkpoints)
+        return (self.queue, self.delayed, self.expiries, self.dead, self.moves, self.checkpoints, self.records)
 
     def configs(self, *, replicas: int, storage: str) -> list[dict[str, Any]]:
         """Return the configuration of its streams.
@@ -112,6 +128,7 @@ class Names:
                 "deny_delete": True,
                 **kept,
             },
+            {"name": self.records, "subjects": [f"{self.to_records}>"], **kept},
         ]
 
     def consumers(self, ack_wait: float) -> dict[str, dict[str, Any]]:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from mainspring.mailbox.nats.connection import Puller
     from mainspring.mailbox.nats.messages import StoredMessage
     from mainspring.mailbox.nats.names import Names
+    from mainspring.mailbox.nats.records import Records
     from mainspring.mailbox.nats.streams import Store, Stored
 
 
@@ -253,9 +254,10 @@ class Recovery:
     whatever the numbers say, and so is a look that finds all as the look before has left it.
     """
 
-    def __init__(self, store: Store, claims: Claims) -> None:
+    def __init__(self, store: Store, claims: Claims, records: Records) -> None:
         self._store = store
         self._claims = claims
+        self._records = records
         self._timer = Periodic(self._step)
         self._suspected: dict[str, tuple[float, int]] = {}
         self._has_reconnected = False
@@ -278,6 +280,7 @@ class Recovery:
             if has_reconnected:
                 await self._store.check_identity()
             soon = await self.check(closely=has_reconnected) or has_reconnected
+            await self._records.tend()
         except MailboxError as error:  # the next check repeats it
             self._has_reconnected = self._has_reconnected or has_reconnected
             if is_gone(error):  # the server has lost its data, or an operator has deleted a stream

@@ -28,24 +28,9 @@ class Sends:
 
     async def send(self, envelopes: list[Envelope]) -> list[str]:
         """See :meth:`Backend.send`."""
-        now = self._wall()
-        most = self._store.connection.max_payload - RESERVED  # another one after a reconnection, perhaps
-        records = []
-        sent = []
-        has_keys = False
-        for envelope in envelopes:
-            if envelope.priority:
-                raise InvalidParameterError(
-                    "send: a mailbox on NATS has no priorities (Capabilities.priority); leave it at 0"
-                )
-            record = StoredMessage.of(envelope, now)
-            plain = not (envelope.headers or envelope.reply_to or envelope.dedup_key)
-            size = len(envelope.body if plain else record.encode())
-            check_size("a message", size, most, "this NATS server's max_payload leaves for one")
-            records.append(record)
-            sent.append(record.message_id)
-            has_keys = has_keys or record.dedup_key is not None
-        if has_keys:
+        records = self.records_of(envelopes)
+        sent = [record.message_id for record in records]
+        if any(record.dedup_key is not None for record in records):
             sent = await self._send_in_turn(records)
         elif len(records) == 1:
             await self._store.add(self._addition(records[0]))
@@ -56,6 +41,53 @@ class Sends:
                 [record for record, message_id in zip(records, sent, strict=True) if message_id == record.message_id]
             )
         return sent
+
+    def records_of(self, envelopes: list[Envelope]) -> list[StoredMessage]:
+        """Return the records of messages that are about to be sent.
+
+        :raises SerializationError: one is larger than the server takes.
+        """
+        now = self._wall()
+        most = self._store.connection.max_payload - RESERVED  # another one after a reconnection, perhaps
+        records = []
+        for envelope in envelopes:
+            if envelope.priority:
+                raise InvalidParameterError(
+                    "send: a mailbox on NATS has no priorities (Capabilities.priority); leave it at 0"
+                )
+            record = StoredMessage.of(envelope, now)
+            plain = not (envelope.headers or envelope.reply_to or envelope.dedup_key)
+            size = len(envelope.body if plain else record.encode())
+            check_size("a message", size, most, "this NATS server's max_payload leaves for one")
+            records.append(record)
+        return records
+
+    async def send_once(self, name: str, records: list[StoredMessage]) -> None:
+        """Send messages that this process or another one may have sent under this name already.
+
+        The server takes each of them once in two minutes.
+
+        :raises MailboxFullError: there is no room; some may have been sent.
+        """
+        if all(record.dedup_key is None for record in records):
+            adds = [
+                self._addition(record)._replace(expect=0, message_id=f"{name}-{record.message_id}")
+                for record in records
+            ]
+            for result in await self._store.add_all(adds):
+                if isinstance(result, MailboxError):
+                    raise result
+        else:
+            for record in records:
+                if record.dedup_key is None:
+                    await self._store.add(
+                        self._addition(record)._replace(expect=0, message_id=f"{name}-{record.message_id}")
+                    )
+                else:
+                    await self._send_with_dedup_key(record, f"{name}-{record.message_id}")
+        expiring = [record for record in records if record.expires_at is not None]
+        if expiring:
+            await self._schedule_expiries(expiring)
 
     async def _send_in_turn(self, records: list[StoredMessage]) -> list[str]:
         """Send messages of which some have a dedup key: all or none, as far as the server can."""
@@ -69,13 +101,14 @@ class Sends:
                     sent.append(await self._send_with_dedup_key(record))
         except BaseException:
             if sent:
-                await self._remove_sent(
+                await self.remove_sent(
                     [each for each, sent_as in zip(records, sent, strict=False) if each.message_id == sent_as]
                 )
             raise
         return sent
 
-    async def _remove_sent(self, records: list[StoredMessage]) -> None:
+    async def remove_sent(self, records: list[StoredMessage]) -> None:
+        """Remove messages that were sent just now, as far as they are still there."""
         store = self._store
         with anyio.CancelScope(shield=True, deadline=anyio.current_time() + CLOSE_TIMEOUT), suppress(MailboxError):
             async with store.lock.writing():
@@ -116,8 +149,11 @@ class Sends:
                     await self._store.count_moves(sum(each is True for each in taken))
         raise errors[0]
 
-    async def _send_with_dedup_key(self, record: StoredMessage) -> str:
-        """Send a message unless its key is in the queue or delayed. Return the id of the message that has the key."""
+    async def _send_with_dedup_key(self, record: StoredMessage, once: str | None = None) -> str:
+        """Send a message unless its key is in the queue or delayed. Return the id of the message that has the key.
+
+        The server takes a message that is sent under the id ``once`` one time in two minutes.
+        """
         store = self._store
         names = store.names
         mine, other = (names.to_queue, names.to_delayed) if record.due is None else (names.to_delayed, names.to_queue)
@@ -129,7 +165,9 @@ class Sends:
                 if await self._is_unfinished(other_stream, there):
                     return await self._surviving_id(there, my_stream, mine + record.token)
                 continue
-            added = await store.add(Add(mine + record.token, payload, 0))
+            added = await store.add(Add(mine + record.token, payload, 0, once))
+            if added.duplicate:
+                return record.message_id
             if not added.sequence:
                 there = await store.last(my_stream, mine + record.token)
                 if there is not None and await self._is_unfinished(my_stream, there):

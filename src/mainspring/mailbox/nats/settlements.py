@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import anyio
@@ -26,6 +27,7 @@ from mainspring.mailbox.nats.streams import Add
 if TYPE_CHECKING:
     from mainspring.mailbox.message import ClaimedMessage, Envelope, Settlement
     from mainspring.mailbox.nats.claims import Claims, Lease
+    from mainspring.mailbox.nats.records import Records
     from mainspring.mailbox.nats.streams import Store
 
 PATIENCE = 10.0
@@ -40,9 +42,10 @@ class Settlements:
     removed here, so that it is never in neither. If the removal finds that the lease was lost, the copy is removed again.
     """
 
-    def __init__(self, store: Store, claims: Claims) -> None:
+    def __init__(self, store: Store, claims: Claims, records: Records) -> None:
         self._store = store
         self._claims = claims
+        self._records = records
         self._wall = clock.wall_clock()
 
     async def settle(self, delivery: ClaimedMessage, settlement: Settlement) -> None:
@@ -51,9 +54,7 @@ class Settlements:
         lease = self._claims.held(delivery)
         try:
             if isinstance(settlement, Ack):
-                if settlement.reply is not None:
-                    await self._reply(lease, delivery, settlement.reply)
-                held = await self._store.remove(self._store.names.queue, lease.sequence)
+                held = await self._acknowledge(lease, delivery, settlement)
             elif isinstance(settlement, Dead):
                 held = await self._dead_letter(lease, delivery, settlement)
             else:
@@ -68,6 +69,35 @@ class Settlements:
         self._drop(delivery, lease, held)
         if lease.checkpoint and isinstance(settlement, Ack):
             await self._store.forget_checkpoint(lease.record)
+
+    async def _acknowledge(self, lease: Lease, delivery: ClaimedMessage, ack: Ack) -> bool:
+        """Send the reply and keep the result, then remove the message. Return True if it was there.
+
+        A result of a message that was not there any more is removed again.
+        """
+        store = self._store
+        if ack.reply is not None or ack.result is not None:
+            await self._check_present(lease, delivery)
+        if ack.reply is not None:
+            await self._reply(delivery, ack.reply)
+        if ack.result is None:
+            return await store.remove(store.names.queue, lease.sequence)
+        with anyio.CancelScope(shield=True):  # every call has a deadline
+            version = await self._records.keep_result(delivery.message_id, ack.result)
+            held = await store.remove(store.names.queue, lease.sequence)
+            if not held and not lease.unsure:
+                await self._records.drop_result(delivery.message_id, version)
+            else:
+                with suppress(MailboxConnectionError):  # a wait for the result looks by itself
+                    await store.connection.publish(store.names.to_results, delivery.message_id.encode())
+        return held
+
+    async def _check_present(self, lease: Lease, delivery: ClaimedMessage) -> None:
+        """Raise :class:`ReceiptHandleExpiredError` if the message is not there under its number any more."""
+        store = self._store
+        if await store.get(store.names.queue, lease.sequence) is None and not lease.unsure:
+            self._claims.drop_lease(delivery)
+            raise lease_over(delivery)
 
     async def acknowledge(self, deliveries: list[ClaimedMessage]) -> dict[int, Exception]:
         """See :meth:`Backend.acknowledge_many`: one request each, all at once."""
@@ -159,16 +189,13 @@ class Settlements:
 
     async def _dead_letter(self, lease: Lease, delivery: ClaimedMessage, dead: Dead) -> bool:
         if dead.reply is not None:
-            await self._reply(lease, delivery, dead.reply)
+            await self._check_present(lease, delivery)
+            await self._reply(delivery, dead.reply)
         record = self._ended_record(lease, True, dead.history)
         return await self._store.dead_letter(self._store.names.queue, lease.sequence, record, dead, self._wall())
 
-    async def _reply(self, lease: Lease, delivery: ClaimedMessage, reply: Envelope) -> None:
+    async def _reply(self, delivery: ClaimedMessage, reply: Envelope) -> None:
         """Send a reply to a mailbox on this store while the lease is held. The server drops a second one by its id."""
-        store = self._store
-        if await store.get(store.names.queue, lease.sequence) is None and not lease.unsure:
-            self._claims.drop_lease(delivery)
-            raise lease_over(delivery)
         try:
             await self._send_reply(reply, f"reply-{delivery.message_id}")
         except ConfigError as error:

@@ -423,6 +423,16 @@ class Store:
         """Return the first message from number ``sequence`` on."""
         return await self._call(_stored, _get(stream, {"seq": sequence, "next_by_subj": subject}))
 
+    async def subjects(self, stream: str, pattern: str) -> list[str]:
+        """Return the subjects of a stream that match ``pattern`` and have a message, in any order."""
+        found: list[str] = []
+        while True:
+            answer = await self.api(f"STREAM.INFO.{stream}", {"subjects_filter": pattern, "offset": len(found)})
+            some = answer["state"].get("subjects") or {}
+            found += some
+            if not some or len(found) >= answer.get("total", 0):
+                return found
+
     async def consumer(self) -> dict[str, Any]:
         """Return the state of the queue's consumer."""
         return await self.api(f"CONSUMER.INFO.{self.names.queue}.{CONSUMER}")
@@ -473,6 +483,7 @@ def _stream_of(names: Names, subject: str) -> str:
         (names.to_dead, names.dead),
         (names.to_moves, names.moves),
         (names.to_checkpoints, names.checkpoints),
+        (names.to_records, names.records),
     ):
         if subject.startswith(prefix):
             return stream
