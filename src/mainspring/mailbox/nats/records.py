@@ -61,7 +61,7 @@ ABANDONED: Final = 10.0
 _TRIES: Final = 20
 
 
-class Seen(NamedTuple):
+class KnownRecord(NamedTuple):
     """What a mailbox object knows of a record in the stream; ``sequence`` is 0 if there is none."""
 
     sequence: int
@@ -69,7 +69,7 @@ class Seen(NamedTuple):
     intent: str | None = None
 
     @classmethod
-    def of(cls, stored: Stored | None) -> Seen:
+    def of(cls, stored: Stored | None) -> KnownRecord:
         """Return what is known of a record that was read."""
         return NOTHING if stored is None else cls(stored.sequence, _ends(stored), stored.headers.get(INTENT))
 
@@ -78,7 +78,7 @@ class Seen(NamedTuple):
         return 0 if self.ends is not None and self.ends <= now else self.sequence
 
 
-NOTHING: Final = Seen(0)
+NOTHING: Final = KnownRecord(0)
 
 
 class _Sending(NamedTuple):
@@ -96,7 +96,7 @@ class Records:
         self._store = store
         self._sends = sends
         self._wall = clock.wall_clock()
-        self._known: dict[str, Seen] = {}
+        self._known: dict[str, KnownRecord] = {}
         self._noted: dict[str, None] = {}  # subjects of notes and marks that this object has added
         self._undecided: dict[str, float] = {}  # intents that are in no record, and since when they were seen
 
@@ -115,7 +115,7 @@ class Records:
         for _ in range(_TRIES):
             looked = seen is None
             if seen is None:
-                seen = Seen.of(await self._look(write.kind, write.key))
+                seen = KnownRecord.of(await self._look(write.kind, write.key))
             if write.if_version in (None, seen.version(self._wall())):
                 version = await self._change(write, seen)
                 if version is not None:
@@ -125,7 +125,7 @@ class Records:
             seen = None
         raise _too_often(write)
 
-    async def _change(self, write: RecordWrite, seen: Seen) -> int | None:
+    async def _change(self, write: RecordWrite, seen: KnownRecord) -> int | None:
         """Write a record where the one that was seen is there. Return its version; None if another one is there."""
         store, subject = self._store, self._subject(write.kind, write.key)
         if seen.intent is not None:
@@ -135,7 +135,7 @@ class Records:
             return 0 if not seen.sequence or await store.remove(store.names.records, seen.sequence) else None
         return (await self._replace(write, seen, None)) or None
 
-    async def _replace(self, write: RecordWrite, seen: Seen, intent: str | None) -> int:
+    async def _replace(self, write: RecordWrite, seen: KnownRecord, intent: str | None) -> int:
         """Store a record in place of the one that was seen (with an intent, also a deleted one). Return its number, or 0."""
         subject, now = self._subject(write.kind, write.key), self._wall()
         ends = None if write.expires_in is None else now + write.expires_in
@@ -146,7 +146,7 @@ class Records:
         headers = self._headers(write.kind, write.key, ends, intent)
         added = await self._store.add(Add(subject, write.value or b"", seen.sequence, None, headers))
         if added.sequence:
-            self._remember(subject, Seen(added.sequence, ends, intent))
+            self._remember(subject, KnownRecord(added.sequence, ends, intent))
         return added.sequence
 
     async def _note_end(self, write: RecordWrite, now: float, life: float) -> None:
@@ -162,7 +162,7 @@ class Records:
         self._noted.update((add.subject, None) for add in adds)
         _forget_oldest(self._noted)
 
-    def _remember(self, subject: str, seen: Seen) -> None:
+    def _remember(self, subject: str, seen: KnownRecord) -> None:
         self._known.pop(subject, None)
         self._known[subject] = seen
         _forget_oldest(self._known)
@@ -171,12 +171,12 @@ class Records:
 
     async def _write_with(self, write: RecordWrite, messages: list[StoredMessage]) -> int | None:
         there = await self._look(write.kind, write.key)
-        if write.if_version not in (None, Seen.of(there).version(self._wall())):
+        if write.if_version not in (None, KnownRecord.of(there).version(self._wall())):
             return None
         with anyio.CancelScope(shield=True):  # every call has a deadline
             sending = await self._announce(write, messages)
             for _ in range(_TRIES):
-                seen = Seen.of(there)
+                seen = KnownRecord.of(there)
                 if write.if_version not in (None, seen.version(self._wall())):
                     break
                 if seen.intent is not None:
@@ -257,7 +257,7 @@ class Records:
         for key, stored in zip(wanted.values(), found, strict=True):
             if isinstance(stored, MailboxError):
                 raise stored
-            if stored is not None and Seen.of(stored).version(now):
+            if stored is not None and KnownRecord.of(stored).version(now):
                 records.append(Record(kind, key, stored.payload, stored.sequence))
         return records
 
@@ -336,7 +336,7 @@ class Records:
             for stored in await store.last_all(names.records, subjects):
                 if isinstance(stored, MailboxError):
                     raise stored
-                if stored is not None and not (seen := Seen.of(stored)).version(self._wall()):
+                if stored is not None and not (seen := KnownRecord.of(stored)).version(self._wall()):
                     if seen.intent is not None:
                         await self._complete(seen.intent)
                     over.append(stored.sequence)
