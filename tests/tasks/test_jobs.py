@@ -24,6 +24,8 @@ from mainspring import (
     Tasks,
 )
 from mainspring.errors import InvalidParameterError, JobNotFoundError, JobRunningError
+from mainspring.mailbox.jobs import result_of
+from mainspring.mailbox.records import RESULT, RecordWrite
 from mainspring.testing import VirtualClock, run_virtual
 from stores import KINDS, on
 
@@ -173,6 +175,38 @@ async def test_a_job_is_rescheduled_and_run_now(store):
 
 
 # ------------------------------------------------------------------------------------------------------------- in memory
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_wait_looks_at_once_when_results_may_have_been_missed(announced):
+    """And after a second in any case."""
+
+    async def main():
+        tasks = Tasks(InMemoryMailbox())
+
+        @tasks.task(result_ttl=HOUR)
+        async def work() -> int:
+            return 1
+
+        job = await work.send()
+        (message,) = await tasks.mailbox.receive()
+        backend = tasks.mailbox.backend
+
+        async def end_unheard():
+            await anyio.sleep(0.1)
+            kept = result_of(message.delivery, "work", b"1")
+            await message.acknowledge()
+            await backend.write_record(RecordWrite(RESULT, job.id, kept.value, kept.expires_in))
+            if announced:
+                backend.notifications.results.publish([])
+
+        began = anyio.current_time()
+        async with anyio.create_task_group() as group:
+            group.start_soon(end_unheard)
+            assert await job.result() == 1
+        assert anyio.current_time() - began == pytest.approx(0.1 if announced else 1.0)
+
+    run_virtual(main)
 
 
 async def test_a_job_that_a_worker_runs_is_not_rescheduled(anyio_backend):

@@ -167,7 +167,7 @@ class Notifications:
         """The id of a message that this mailbox object has dead-lettered."""
         self.results: Topic[list[str]] = Topic()
         """The ids of messages that were acknowledged with a result, by any process. A backend publishes them as soon as it
-        can tell; one can be missed."""
+        can tell; one can be missed. No ids: a backend that begins to hear of results has missed those until now."""
 
 
 class Backend(ABC):

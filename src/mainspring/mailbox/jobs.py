@@ -281,7 +281,7 @@ class _News:
             end()
 
     def _ended(self, message_ids: list[str]) -> None:
-        if self._id in message_ids:
+        if self._id in message_ids or not message_ids:
             self._told.set()
 
     async def wait(self, seconds: float) -> None:

@@ -212,6 +212,30 @@ async def test_results_are_announced_only_while_a_process_waits_for_some(place, 
         unsubscribe()
 
 
+async def test_who_begins_to_hear_of_results_is_told_that_some_may_have_been_missed(place):
+    """Once: as long as it is known that results are wanted, none is missed by one more wait for some."""
+    async with place.mailbox() as mailbox:
+        await until(lambda: not mailbox.statistics().polling)
+        heard = []
+        for _ in range(2):
+            unsubscribe = mailbox.backend.notifications.results.subscribe(heard.append)
+            await until(lambda: heard)
+            unsubscribe()
+        await anyio.sleep(0.1)
+        assert heard == [[]]
+
+
+async def test_a_connection_that_listens_again_tells_that_results_may_have_been_missed(place):
+    async with gate(place.url) as (url, way), place.mailbox(url=url) as mailbox:
+        await until(lambda: not mailbox.statistics().polling)
+        heard = []
+        mailbox.backend.notifications.results.subscribe(heard.append)
+        await until(lambda: heard)
+        way.cut()
+        await until(lambda: len(heard) == 2)
+        assert heard == [[], []]
+
+
 async def test_a_result_the_acknowledgement_and_the_next_claim_share_a_call(mailbox):
     tasks = Tasks(mailbox)
 

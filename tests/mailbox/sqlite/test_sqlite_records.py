@@ -9,7 +9,7 @@ import apsw
 import pytest
 
 from mainspring import MainLoop, Tasks
-from mainspring.errors import MailboxError, MailboxFullError
+from mainspring.errors import MailboxConnectionError, MailboxError, MailboxFullError
 from mainspring.mailbox.message import Ack, Envelope, Result
 from mainspring.mailbox.records import RESULT, RecordWrite
 from mainspring.mailbox.sqlite.mailbox import SQLiteMailbox
@@ -18,9 +18,19 @@ from mainspring.mailbox.sqlite.notifier import NOTE_SIZE, ReceivedNotifications,
 pytestmark = pytest.mark.anyio
 
 
-def count(path, table="records"):
+def rows(path, statement):
     with closing(apsw.Connection(path)) as connection:
-        return connection.execute(f"SELECT count(*) FROM {table}").fetchall()[0][0]
+        return connection.execute(statement).fetchall()
+
+
+def count(path, table="records"):
+    return rows(path, f"SELECT count(*) FROM {table}")[0][0]
+
+
+async def write_at_once(store, writes):
+    async with anyio.create_task_group() as tasks:
+        for write in writes:
+            tasks.start_soon(store.write_record, write)
 
 
 async def acknowledge(mailbox, *bodies, expires_in=60.0):
@@ -47,8 +57,7 @@ async def test_ended_records_go_as_messages_pass(path, virtual_clock):
     """The first thousand goes with the next transaction, whatever that is for. Those that are left are not seen."""
     async with SQLiteMailbox(path) as mailbox:
         store = mailbox.backend
-        for number in range(1_001):
-            await store.write_record(RecordWrite("test", f"{number:04}", b"", 10))
+        await write_at_once(store, [RecordWrite("test", f"{number:04}", b"", 10) for number in range(1_001)])
         await store.write_record(RecordWrite("test", "x", b"", 20))
         await store.write_record(RecordWrite("test", "y", b""))
         virtual_clock.advance(10)
@@ -65,9 +74,9 @@ async def test_ended_records_go_as_messages_pass(path, virtual_clock):
 async def test_of_a_thousand_that_ended_together_the_rest_is_not_seen(path, virtual_clock):
     async with SQLiteMailbox(path) as mailbox:
         store = mailbox.backend
-        last = 0
-        for number in range(2_003):
-            last = await store.write_record(RecordWrite("test", f"{number:04}", b"", 10 + number / 10_000))
+        ends = [10 + number / 10_000 for number in range(2_003)]
+        await write_at_once(store, [RecordWrite("test", f"{n:04}", b"", end) for n, end in enumerate(ends)])
+        ((last,),) = rows(path, "SELECT version FROM records WHERE key = '2002'")
         virtual_clock.advance(20)
         assert await store.find_records("test", ["2000", "2002"]) == []
         assert count(path) == 1_003
@@ -103,6 +112,17 @@ async def test_a_record_whose_messages_do_not_fit_is_not_written(path, anyio_bac
         assert count(path) == count(path, "messages") == 0
         assert await mailbox.backend.write_record(write, [mailbox.prepare(1)])
         assert count(path) == count(path, "messages") == 1
+
+
+async def test_a_write_to_a_locked_file_fails_and_changes_nothing(path, anyio_backend):
+    async with SQLiteMailbox(path, busy_timeout=0.05) as mailbox:
+        write = RecordWrite("test", "a", b"", if_version=0)
+        with closing(apsw.Connection(path)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            with pytest.raises(MailboxConnectionError, match="is locked by another process"):
+                await mailbox.backend.write_record(write, [mailbox.prepare(1)])
+        assert count(path) == count(path, "messages") == 0
+        assert await mailbox.backend.write_record(write, [mailbox.prepare(1)])
 
 
 async def test_a_failure_leaves_the_results_of_its_neighbours(path, anyio_backend):

@@ -9,7 +9,8 @@ polls (:class:`Polls`). So a mailbox of its own has one task, and more only once
 
 States. A message is pending (state 0), delayed (1) or in flight (2); settled ones have no row, dead letters are in ``dead``.
 A lease is the number in the row and its end; a receipt handle is the id and that number. A lease is held while both match
-and the end is in the future.
+and the end is in the future. A record is a row of ``records``, beside all that; its version is a number of the sequence that
+gives messages their places.
 
 Invariants.
 
@@ -20,6 +21,8 @@ Invariants.
   Those calls travel apart (:class:`HandlerTransactions`, :class:`DedupSends`).
 - Notifications only make receives quicker. Polls are made for waiting receives, so that a lost one costs seconds, and no
   message.
+- A result is in the transaction of its acknowledgement. It is announced only while a process has noted that it waits for one
+  (``results_until``), as a notification makes commits wait for one another. What came before that note it may have missed.
 - A receive that waits long enough for a poll asks nothing itself while its mailbox is known to be empty: by a poll of the last
   two intervals, with no notification since. Nor does it before the first poll, if other mailboxes opened together with its own.
 - A watermark only saves reads. Each second a claim does without it.

@@ -296,6 +296,8 @@ class PostgresListener:
                 return
             self._polls.listening = True
             self._poll_all()  # for what came before
+            for mailbox in [one for some in self._mailboxes.values() for one in some]:
+                mailbox.notifications.results.publish([])
             while True:
                 async for notification in connection.notifies(timeout=QUIET * self._connections.silence):
                     self._notified(notification.payload)

@@ -642,13 +642,16 @@ class PostgresBackend(BatchedBackend):
         """Have results announced, while they are wanted. The store has to be told so again and again."""
         if self.waiters.closed or not self.notifications.results.is_wanted:
             return math.inf
-        self._results_noted = self._now()
-        self._scope.start_soon(self._note_wanted, name=f"mailbox {self.name} wants results")
+        since, self._results_noted = self._results_noted, self._now()
+        begins = self._results_noted - since > 1.5 * RESULTS_NOTED
+        self._scope.start_soon(self._note_wanted, begins, name=f"mailbox {self.name} wants results")
         return self._results_noted + RESULTS_NOTED
 
-    async def _note_wanted(self) -> None:
+    async def _note_wanted(self, begins: bool) -> None:
         with suppress(MainspringError):  # then the waits find the results when they look
             await self._pool.rows("want_results", self._number)
+            if begins:
+                self.notifications.results.publish([])
 
 
 def known(message_ids: list[str]) -> list[str]:

@@ -12,6 +12,9 @@ a claim is answered without that while nothing was written since it was last loo
 Cancelled, a caller leaves at once, and the writer thread does its job to the end. The batcher waits for that, and undoes a
 claim that no caller has received.
 
+Records are rows beside the messages, and results are written in the transaction of their acknowledgements. Other processes are
+told of them as of cancelled messages.
+
 Leases end by the clock since boot, and with the boot: a changed date does not touch them. Delays and expiries are
 dates.
 """
