@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from mainspring.errors import ConfigError
-from mainspring.validation import is_number, is_whole
+from mainspring.validation import Seconds, duration, is_number, is_whole
 
 if TYPE_CHECKING:
     from random import Random
@@ -102,14 +102,21 @@ class DeadLetterPolicy:
     configuration: a :class:`ConfigError`, :class:`InvalidParameterError` or :class:`ReplyNotAvailableError` out of what the
     handler calls, or of its reply, is dead at once. A body that does not fit the handler's type is no error of the handler's:
     it is tried ``max_attempts`` times, as another worker may understand it.
+    ``keep``: how long a loop keeps the dead letters of its mailbox: seconds, a timedelta, or a text like ``"30d"``. It purges
+    the older ones about once an hour. None: for ever.
     """
 
     max_attempts: int = 20
     max_crashes: int = 5
     include: tuple[type[BaseException], ...] = ()
     exclude: tuple[type[BaseException], ...] = ()
+    keep: Seconds | str | None = None
 
     def __post_init__(self) -> None:
+        if self.keep is not None and not self.kept_for:
+            raise ConfigError(
+                f'DeadLetterPolicy: keep must be above 0 seconds, a timedelta, or a text like "30d", not {self.keep!r}'
+            )
         for name in ("max_attempts", "max_crashes"):
             most = getattr(self, name)
             if not is_whole(most, 1):
@@ -120,6 +127,11 @@ class DeadLetterPolicy:
             if not all(isinstance(kind, type) and issubclass(kind, BaseException) for kind in kinds):
                 raise ConfigError(f"DeadLetterPolicy: {name} takes exception types, not {kinds!r}")
             object.__setattr__(self, name, kinds)
+
+    @property
+    def kept_for(self) -> float | None:
+        """For how many seconds dead letters are kept; None: for ever."""
+        return None if self.keep is None else duration(self.keep)
 
     def is_dead(self, attempt: int, error: BaseException) -> bool:
         """True if ``error`` in charged attempt number ``attempt`` (from 1) is the end of the message."""

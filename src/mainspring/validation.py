@@ -22,6 +22,22 @@ def as_seconds(value: timedelta | V) -> float | V:
     return value.total_seconds() if isinstance(value, timedelta) else value
 
 
+UNITS = {"s": 1.0, "m": 60.0, "h": 3_600.0, "d": 86_400.0}
+"""The seconds of each unit that a duration may be written in."""
+
+
+def duration(value: Any) -> float | None:
+    """Return the seconds of a number, a timedelta or a text (``"90s"``, ``"5m"``, ``"1h"``, ``"30d"``); None if it is none."""
+    seconds = as_seconds(value)
+    if isinstance(seconds, str):
+        number, unit = (seconds[:-1], seconds[-1]) if seconds and seconds[-1] in UNITS else (seconds, "s")
+        try:
+            seconds = float(number) * UNITS[unit]
+        except ValueError:
+            return None
+    return float(seconds) if is_number(seconds, 0) else None
+
+
 def is_number(value: object, least: float, most: float = sys.float_info.max) -> bool:
     """True if ``value`` is a number from ``least`` to ``most``, finite where nothing else is said; a bool and NaN are none."""
     return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most

@@ -446,6 +446,19 @@ def test_a_name_that_is_not_in_the_file_is_not_made(
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir() if file.is_file()} == before
 
 
+def test_dead_letters_are_grouped_by_their_errors(url: str, ids: list[str], capsys: Any) -> None:
+    """Errors that differ in numbers only are one."""
+    assert call(["dead", "list", url, "--by-error", "--json"]) == 0
+    groups = json.loads(capsys.readouterr().out)["errors"]
+    assert [(group["error_type"], group["dead"]) for group in groups] == [("LookupError", 3), ("TimeoutError", 3)]
+    assert {group["latest"] for group in groups} <= set(ids)
+    assert call(["dead", "list", url, "--by-error", "--error", "LookupError"]) == 0
+    said = capsys.readouterr()
+    assert said.out.split()[0] == "3"
+    assert len(said.out.splitlines()) == 1
+    assert "1 error(s) of 3 dead letter(s)" in said.err
+
+
 def test_a_mailbox_that_is_there_and_empty(url: str, ids: list[str], capsys: Any) -> None:
     assert call(["dead", "purge", url, *ids]) == 0
     with_mailbox(url, lambda mailbox: mailbox.purge())

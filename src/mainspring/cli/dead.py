@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 PAGE = 1_000
 WIDTH = 160
 """Characters of a line of the list."""
+_NUMBERS = re.compile(r"[0-9]+")
+"""Errors that differ in numbers only are one error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +104,34 @@ def list_dead(url: str, choice: Choice, limit: int, as_json: bool) -> int:
     what = f"{matched:,} of {total:,}" if choice.filtered else f"{total:,}"
     rest = f", {matched - len(letters):,} more are not shown (--limit)" if matched > len(letters) else ""
     say(f"{what} dead letter(s) in {mailbox.name}{rest}")
+    return 0
+
+
+def group_dead(url: str, choice: Choice, limit: int, as_json: bool) -> int:
+    """Print how many dead letters died of which error, with the latest id of each."""
+    fits = choice.filter()
+
+    async def look(mailbox: Mailbox[Any, Any]) -> dict[tuple[str, str], list[DeadLetter]]:
+        groups: dict[tuple[str, str], list[DeadLetter]] = {}
+        async for letter in _every(mailbox):
+            if fits(letter):
+                groups.setdefault((letter.error_type, _NUMBERS.sub("N", letter.error)), []).append(letter)
+        return groups
+
+    mailbox = open_shared(url)
+    groups = sorted(with_mailbox(mailbox, look).values(), key=len, reverse=True)
+    if as_json:
+        found = [
+            {"error_type": of[-1].error_type, "error": of[-1].error, "dead": len(of), "latest": of[-1].message_id}
+            for of in groups[:limit]
+        ]
+        typer.echo(json.dumps({"mailbox": mailbox.name, "errors": found}, indent=2))
+        return 0
+    for of in groups[:limit]:
+        error = printable(f"{of[-1].error_type}: {of[-1].error}")
+        text = f"{len(of):>8,}  {of[-1].message_id}  {error}"
+        typer.echo(text if len(text) <= WIDTH else f"{text[: WIDTH - 1]}…")
+    say(f"{len(groups):,} error(s) of {sum(map(len, groups)):,} dead letter(s) in {mailbox.name}")
     return 0
 
 

@@ -52,12 +52,16 @@ def list_(
     older_than: _OlderThan = None,
     match: _Match = None,
     limit: Annotated[int, typer.Option(min=1, help="Show at most this number, the oldest first.")] = 100,
+    by_error: Annotated[
+        bool, typer.Option("--by-error", help="A line for each error, the most frequent first.")
+    ] = False,
     as_json: _Json = False,
 ) -> int:
     """List dead letters, a line each, and say how many there are."""
-    from mainspring.cli.dead import Choice, list_dead
+    from mainspring.cli.dead import Choice, group_dead, list_dead
 
-    return list_dead(url, Choice((), False, error_type, since, older_than, match), limit, as_json)
+    choice = Choice((), False, error_type, since, older_than, match)
+    return group_dead(url, choice, limit, as_json) if by_error else list_dead(url, choice, limit, as_json)
 
 
 @dead.command(epilog="Example: `mainspring dead show 'sqlite:///jobs.db?name=emails' 3f2a…`")

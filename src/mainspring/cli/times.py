@@ -6,7 +6,8 @@ from datetime import UTC, datetime, timedelta
 
 import typer
 
-UNITS = {"s": 1.0, "m": 60.0, "h": 3_600.0, "d": 86_400.0}
+from mainspring.validation import UNITS, duration
+
 LONGEST = 1e9
 """Seconds (31 years): more is a slip, and a date so far away may not exist."""
 
@@ -14,12 +15,8 @@ LONGEST = 1e9
 def seconds(given: str | float) -> float:
     """Return the seconds of ``"24h"``, ``"90s"``, ``"1.5d"`` or of a plain number; for options (``parser=seconds``)."""
     text = str(given)  # the default of an option is no text
-    number, unit = (text[:-1], text[-1]) if text and text[-1] in UNITS else (text, "s")
-    try:
-        found = float(number) * UNITS[unit]
-    except ValueError:
-        found = -1.0
-    if not 0 <= found <= LONGEST:
+    found = duration(text)
+    if found is None or found > LONGEST:
         raise typer.BadParameter(f"{text!r} is no duration; write for example 90s, 30m, 24h or a number of seconds")
     return found
 

@@ -248,6 +248,10 @@ class Tasks:
         if self.loops:
             raise ConfigError(f"task {name!r}: a loop of {self.name!r} runs already; register tasks before")
         check_handling(f"task {name}", "timeout", handling.timeout, handling.retry, handling.dead_letter)
+        if handling.dead_letter is not None and handling.dead_letter.keep is not None:
+            raise ConfigError(
+                f"task {name}: keep is for the dead letters of a whole mailbox: give it to Tasks(…, dead_letter=…)"
+            )
         check_send(0.0, None, sending.priority, None, as_seconds(sending.expires_in))
         check_batch(name, handling.batch, handling.batch_wait)
         parameters = Parameters(name, fn, names, is_batch=handling.batch is not None)

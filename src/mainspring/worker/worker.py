@@ -177,6 +177,10 @@ class Worker:
         self._receives_left = math.inf if max_iterations is None else max_iterations
         async with DaemonScope(f"{self.name} worker") as scope:
             scope.start_soon(self._run_alarms, name=f"{self.name} leases")
+            if (keep := self.settings.dead_letter.kept_for) is not None:
+                from mainspring.worker.retention import Retention
+
+                scope.start_soon(Retention(self.name, self._mailbox, keep).run, name=f"{self.name} retention")
             async with anyio.create_task_group() as self._tasks:
                 try:
                     await self.admission.run(self._receive_until_paused, self._release_backlog)

@@ -1,0 +1,115 @@
+"""Dead letters that are kept for a time: older ones are purged by the loops of their mailbox."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import anyio
+import pytest
+
+from mainspring import DeadLetterPolicy, InMemoryMailbox, LoopGroup, MainLoop, Reject, Tasks
+from mainspring.errors import ConfigError, MailboxConnectionError
+from mainspring.mailbox.message import Counts
+from mainspring.testing import run_virtual
+from stores import KINDS, on
+
+HOUR = 3_600
+
+
+async def handle(body: str) -> None:
+    raise Reject(body)
+
+
+def group_of(mailbox, keep):
+    return LoopGroup([MainLoop(mailbox, handle, dead_letter=DeadLetterPolicy(keep=keep))], guardian=False)
+
+
+@pytest.mark.parametrize("keep", ["10h", timedelta(hours=10), 10 * HOUR])
+def test_dead_letters_are_purged_once_they_are_too_old(keep):
+    async def main():
+        mailbox = InMemoryMailbox()
+        async with group_of(mailbox, keep):
+            await mailbox.send("old")
+            await anyio.sleep(6 * HOUR)
+            await mailbox.send("newer")
+            await anyio.sleep(4 * HOUR - 1)
+            assert (await mailbox.counts()).dead == 2
+            await anyio.sleep(3_700)
+            assert [letter.body for letter in await mailbox.dead_letters()] == ["newer"]
+            await anyio.sleep(6 * HOUR)
+            assert await mailbox.counts() == Counts(settled=2)
+
+    run_virtual(main)
+
+
+def test_without_a_time_they_stay():
+    async def main():
+        mailbox = InMemoryMailbox()
+        async with group_of(mailbox, None):
+            await mailbox.send("old")
+            await anyio.sleep(12 * HOUR)
+            assert (await mailbox.counts()).dead == 1
+
+    run_virtual(main)
+
+
+def test_more_than_a_page_are_purged_at_once():
+    async def main():
+        mailbox = InMemoryMailbox()
+        async with group_of(mailbox, "1h"):
+            await mailbox.send_many(["x"] * 1_100)
+            await anyio.sleep(2 * HOUR)
+            assert (await mailbox.counts()).dead == 0
+
+    run_virtual(main)
+
+
+def test_a_store_that_fails_is_tried_again(caplog):
+    class Failing(InMemoryMailbox):
+        failures = 3
+
+    async def main():
+        mailbox = Failing()
+        purge = mailbox.backend.purge_dead_letters
+
+        async def fail(message_ids):
+            if Failing.failures:
+                Failing.failures -= 1
+                raise MailboxConnectionError("no answer")
+            return await purge(message_ids)
+
+        mailbox.backend.purge_dead_letters = fail
+        async with group_of(mailbox, "1h"):
+            await mailbox.send("old")
+            await anyio.sleep(6 * HOUR)
+            assert (await mailbox.counts()).dead == 0
+
+    run_virtual(main)
+    assert [record.getMessage() for record in caplog.records if "could not be purged" in record.getMessage()] == [
+        "handle: old dead letters could not be purged: MailboxConnectionError: no answer"
+    ]
+
+
+@pytest.mark.anyio
+@on(*KINDS)
+async def test_each_store_purges_the_old_ones(store):
+    mailbox = store.box()
+    async with mailbox, group_of(mailbox, 0.5):
+        await mailbox.send("old")
+        with anyio.fail_after(20):
+            while (await mailbox.counts()).settled != 1:
+                await anyio.sleep(0.05)
+
+
+@pytest.mark.parametrize("keep", [0, -1, "soon", "", float("nan"), True, "5 days"])
+def test_a_time_that_is_none_is_refused(keep):
+    with pytest.raises(ConfigError, match="keep must be above 0 seconds"):
+        DeadLetterPolicy(keep=keep)
+
+
+def test_a_task_cannot_keep_its_own():
+    tasks = Tasks(InMemoryMailbox(), dead_letter=DeadLetterPolicy(keep="30d"))
+    with pytest.raises(ConfigError, match="give it to Tasks"):
+
+        @tasks.task(dead_letter=DeadLetterPolicy(keep="7d"))
+        async def work() -> None: ...
