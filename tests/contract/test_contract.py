@@ -24,6 +24,7 @@ LACKING: dict[str, set[str]] = {
 
 
 @pytest.mark.own_time(2)  # some behaviours are of hundreds of operations
+@pytest.mark.parametrize("anyio_backend", ["trio", pytest.param("asyncio", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", NAMES)
 @mailbox_contract.parametrize
 async def test_in_virtual_time(

@@ -106,6 +106,35 @@ def test_advance_lets_what_is_due_run_and_nothing_else() -> None:
     run(main)
 
 
+def test_anyio_waits_for_blocked_tasks_without_time() -> None:
+    async def main() -> None:
+        done = []
+
+        async def work(steps: int) -> None:
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            done.append(steps)
+            await asyncio.sleep(60)
+
+        async def wait() -> None:
+            await anyio.wait_all_tasks_blocked()
+            assert (sorted(done), VirtualClock().now) == ([1, 50], 0)
+
+        async with anyio.create_task_group() as group:
+            for steps in (1, 50):
+                group.start_soon(work, steps)
+            group.start_soon(wait)
+            with VirtualClock().hold():
+                await wait()
+            with anyio.CancelScope() as scope:
+                scope.cancel()
+                await anyio.wait_all_tasks_blocked()
+            await asyncio.sleep(0.1)
+            assert VirtualClock().now == 0.1
+
+    run(main)
+
+
 def test_a_deadlock_names_asyncio_tasks_too() -> None:
     async def child() -> None:
         await asyncio.Event().wait()

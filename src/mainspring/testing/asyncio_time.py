@@ -23,6 +23,7 @@ import selectors
 import socket
 import stat
 import struct
+import sys
 import threading
 from contextlib import nullcontext
 from itertools import count
@@ -50,6 +51,8 @@ _THREAD_CALL = "run_sync_in_worker_thread"
 _EVENT_LOOP_PACKAGES = ("anyio", "asyncio", "mainspring")
 LOOK_AGAIN, LOOK_AGAIN_MAX = 0.001, 0.05
 """Real seconds after which a thread is looked at that may be about to wait for the event loop: at first, and at most."""
+ANYIO_LOOKS_EVERY = 0.1
+"""Seconds between two looks of ``anyio.wait_all_tasks_blocked`` on asyncio."""
 _BEGINNING = "a thread that begins"
 _CREDENTIALS = struct.Struct("3i")
 
@@ -139,6 +142,18 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             self.called_in[task] = self._caller
         return task
 
+    def call_later(  # type: ignore[override]
+        self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> Any:
+        """As usual, but the sleep between two looks of ``anyio.wait_all_tasks_blocked`` ends once all tasks are blocked."""
+        if delay == ANYIO_LOOKS_EVERY:
+            code = sys._getframe(2).f_code  # noqa: SLF001 - the only way to see who sleeps
+            if code.co_name == "wait_all_tasks_blocked" and code.co_filename.endswith(_ANYIO):
+                future = self._until_settled()
+                future.add_done_callback(lambda done: None if done.cancelled() else callback(*args), context=context)
+                return future  # which can be cancelled, as a handle can
+        return super().call_later(delay, callback, *args, context=context)
+
     def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> Future[T]:  # type: ignore[override]
         future = super().run_in_executor(executor, func, *args)
         self.executor_calls.add(future)
@@ -163,9 +178,12 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     async def settled(self) -> None:
         """Wait until all other tasks are blocked, and no timer is due."""
+        await self._until_settled()
+
+    def _until_settled(self) -> Future[None]:
         future = self.create_future()
         self._settled.append(future)
-        await future
+        return future
 
     def settle(self) -> bool:
         """Wake the tasks that wait for all others to be blocked. Return False if there are none."""
