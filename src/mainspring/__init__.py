@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from mainspring.errors import RequestFailedError as RequestFailedError
     from mainspring.errors import RequestTimeoutError as RequestTimeoutError
     from mainspring.errors import Retry as Retry
+    from mainspring.errors import ScheduleNotFoundError as ScheduleNotFoundError
     from mainspring.errors import SerializationError as SerializationError
     from mainspring.errors import SessionClosedError as SessionClosedError
     from mainspring.errors import SessionError as SessionError
@@ -103,6 +104,8 @@ if TYPE_CHECKING:
     from mainspring.tasks.dependencies import Depends as Depends
     from mainspring.tasks.dependencies import Provided as Provided
     from mainspring.tasks.job import Job as Job
+    from mainspring.tasks.schedules import Schedule as Schedule
+    from mainspring.tasks.schedules import ScheduleStatus as ScheduleStatus
     from mainspring.tasks.task import Task as Task
     from mainspring.tasks.tasks import Tasks as Tasks
     from mainspring.threads.loop_thread import LoopThread as LoopThread
@@ -143,7 +146,7 @@ _HOMES = {
         "OffloadError", "OffloadFullError",
         "OffloadPickleError", "OffloadTimeoutError", "OffloadWorkerDiedError", "ReceiptHandleExpiredError", "Reject",
         "ReplyError", "ReplyNotAvailableError", "RequestCancelledError", "RequestFailedError", "RequestTimeoutError", "Retry",
-        "SerializationError", "TaskExitError", "TicketAbandonedError", "TicketAlreadyCompletedError",
+        "ScheduleNotFoundError", "SerializationError", "TaskExitError", "TicketAbandonedError", "TicketAlreadyCompletedError",
         "TicketTimeoutError", "TransactionEndedError",
         "BudgetExceededError", "DeadlineExceededError", "JournalDamagedError", "JournalError", "JournalLockedError",
         "OverrideDamagedError", "OverrideError", "OverrideLockedError", "ReducerError", "SessionClosedError",
@@ -175,6 +178,7 @@ _HOMES = {
     "tasks.chains": ("Chain", "chain", "parallel"),
     "tasks.dependencies": ("CallArgument", "Depends", "Provided"),
     "tasks.job": ("Job",),
+    "tasks.schedules": ("Schedule", "ScheduleStatus"),
     "tasks.task": ("Task",),
     "tasks.tasks": ("Tasks",),
     "threads.loop_thread": ("LoopThread",),

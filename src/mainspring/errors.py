@@ -129,6 +129,10 @@ class JobRunningError(MailboxError):
     retryable = True
 
 
+class ScheduleNotFoundError(MailboxError):
+    """No schedule of that name is in this mailbox."""
+
+
 class HandlerStalledError(MainspringError):
     """A handler gave no sign of life for ``watchdog_threshold`` seconds and was cancelled; ``where`` is its line."""
 

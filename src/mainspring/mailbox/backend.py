@@ -84,6 +84,8 @@ class Capabilities:
     before that the mailbox object that held the lease counts it."""
     records: bool = False
     """It keeps records: results, progress, schedules. A write can depend on the version, and messages join it in one step."""
+    announces_records: bool = False
+    """Each change by ``write_record`` is published at once, in all mailbox objects (:attr:`Notifications.records`)."""
     lookup: bool = False
     """An unfinished message can be found by its id."""
     reschedule: bool = False
@@ -156,7 +158,7 @@ class Topic(Generic[V]):
 class Notifications:
     """What a mailbox and its backend tell the holders of messages, on the mailbox's event loop."""
 
-    __slots__ = ("cancelled", "dead", "results", "silence")
+    __slots__ = ("cancelled", "dead", "records", "results", "silence")
 
     def __init__(self) -> None:
         self.cancelled: Topic[list[str]] = Topic()
@@ -165,6 +167,8 @@ class Notifications:
         """Why the server is found not to answer. A loop whose slots are all busy learns it only here."""
         self.dead: Topic[str] = Topic()
         """The id of a message that this mailbox object has dead-lettered."""
+        self.records: Topic[tuple[str, str]] = Topic()
+        """The kind and the key of a record that was changed, where :attr:`Capabilities.announces_records` says so."""
         self.results: Topic[list[str]] = Topic()
         """The ids of messages that were acknowledged with a result, by any process. A backend publishes them as soon as it
         can tell; one can be missed. No ids: a backend that begins to hear of results has missed those until now."""

@@ -39,6 +39,8 @@ class TaskHandlers(Handlers):
     def __init__(self, tasks: Tasks) -> None:
         self.name = tasks.name
         self._tasks = tasks
+        if tasks.mailbox.capabilities.records:
+            self.beside = self._run_schedules
 
     def bind(self, mailbox: Mailbox[Any, Any]) -> None:
         """Do nothing: the mailbox was made for calls."""
@@ -46,6 +48,11 @@ class TaskHandlers(Handlers):
     def pool(self, offload: OffloadPool | str | None, workers: int) -> Pools:
         """Return what the plain functions run in that say no ``offload`` of their own."""
         return Pools(self._tasks, offload, workers)
+
+    async def _run_schedules(self) -> None:
+        from mainspring.tasks.scheduler import Scheduler
+
+        await Scheduler(self._tasks).run()
 
     def runs(
         self, mailbox: Mailbox[Any, Any], settings: WorkerSettings, pool: Any, make: Callable[..., HandlerRuns]

@@ -182,7 +182,11 @@ class Task(Generic[P, R]):
         changed = {name: value for name, value in given.items() if value is not None}
         if deadline != "inherit":
             changed["deadline"] = deadline
-        return Task(self.tasks, self.name, self.fn, self.parameters, self.handling, replace(self.sending, **changed))
+        return self.sent_as(replace(self.sending, **changed))
+
+    def sent_as(self, sending: SendOptions) -> Task[P, R]:
+        """Return the same task, sent in that way."""
+        return Task(self.tasks, self.name, self.fn, self.parameters, self.handling, sending)
 
     # ------------------------------------------------------------------------------------------------------- sending
 
@@ -276,7 +280,7 @@ class Task(Generic[P, R]):
             call,
             delay=how.delay,
             at=how.at,
-            dedup_key=self._dedup_key(call),
+            dedup_key=self.dedup_key_of(call),
             priority=how.priority,
             headers=headers,
             expires_in=how.expires_in,
@@ -293,8 +297,7 @@ class Task(Generic[P, R]):
     async def store(self, calls: Sequence[Arguments], connection: Any) -> tuple[list[Envelope], list[str]]:
         """Put calls with these arguments into the mailbox, inside of the middleware. Return their messages and ids."""
         outgoing = [OutgoingCall(self, self.parameters.bind(*each), self._headers) for each in calls]
-        async with self._entered(outgoing):
-            envelopes = [self._prepare(call.arguments, call.headers) for call in outgoing]
+        async with self.prepared(outgoing) as envelopes:
             if (recording := self.tasks.recording) is not None:
                 return envelopes, recording.record(self, outgoing, envelopes)
             if self.stands_for_key:
@@ -309,6 +312,12 @@ class Task(Generic[P, R]):
             return await send_once(self, envelope, key)
         envelope.headers = {**envelope.headers, DEBOUNCE: key}
         return await send_debounced(self, envelope, self.encode(arguments), key, debounce)
+
+    @asynccontextmanager
+    async def prepared(self, calls: list[OutgoingCall]) -> AsyncIterator[list[Envelope]]:
+        """Enter the middleware for a send of ``calls``, and yield their messages, which are to be sent in the block."""
+        async with self._entered(calls):
+            yield [self._prepare(call.arguments, call.headers) for call in calls]
 
     def jobs(self, envelopes: list[Envelope], stored: list[str]) -> list[Job[R]]:
         """Return the jobs of messages that are in the store under these ids."""
@@ -342,7 +351,8 @@ class Task(Generic[P, R]):
                     f"task {self.name}: send_many takes the arguments of each call as a tuple or a mapping, not {each!r:.100}"
                 )
 
-    def _dedup_key(self, call: TaskCall) -> str | None:
+    def dedup_key_of(self, call: TaskCall) -> str | None:
+        """Return the key of a call, or None: while one with that key is unfinished, another one is not sent."""
         if self.sending.unique is not True or self.sending.dedup_key is not None:
             return self.sending.dedup_key
         return key_of(self, call)

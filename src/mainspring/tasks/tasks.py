@@ -26,7 +26,7 @@ from mainspring.worker.main_loop import MainLoop, check_handling
 from mainspring.worker.middleware import checked
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterator, Sequence
+    from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
     from types import TracebackType
     from typing import Concatenate
 
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from mainspring.policies import DeadLetterPolicy, LeasePolicy, RetryPolicy
     from mainspring.tasks.chain_runs import ChainJob
     from mainspring.tasks.recording import SentCalls
+    from mainspring.tasks.schedule_verbs import Schedules
+    from mainspring.tasks.schedules import Misfire, Schedule
     from mainspring.tasks.unique import Key, Unique
     from mainspring.validation import Seconds
     from mainspring.worker.context import Context
@@ -97,6 +99,7 @@ class Tasks:
     ) -> None:
         self.registered: dict[str, Task[..., Any]] = {}
         """The tasks by their names."""
+        self._schedules: Schedules | None = None
         self.loops = 0
         """How many loops run on it in this process."""
         self.recording: SentCalls | None = None
@@ -260,6 +263,52 @@ class Tasks:
         check_offload(f"task {name}", handling.offload, is_async=task.is_async)
         self.registered[name] = task
         return task
+
+    # ----------------------------------------------------------------------------------------------------- schedules
+
+    @property
+    def schedules(self) -> Schedules:
+        """The schedules of its mailbox, to make, show and change them at run time."""
+        if self._schedules is None:
+            from mainspring.tasks.schedule_verbs import Schedules
+
+            self._schedules = Schedules(self)
+        return self._schedules
+
+    def schedule(self, schedule: Schedule) -> Schedule:
+        """Declare a schedule: it is ticked by the loops of programs that declare it, once per tick among all of them.
+
+        The store remembers by its name where it stands, so that a restart or a deploy loses no tick and sends none twice. What
+        is changed in the code holds as soon as a worker starts with it; the next tick stays if the times are the same. Between
+        workers with two definitions, that of the worker which started last holds, and the others leave the schedule alone.
+        They take it over within two minutes after the last worker with that definition has gone.
+
+        :raises ConfigError: the name is declared already, a loop runs, the mailbox keeps no records (``Capabilities.records``),
+            or the task has options that mean one call: ``delay``, ``at``, ``deadline``, ``connection``.
+        :raises InvalidParameterError: an argument is missing or unknown.
+        :raises SerializationError: an argument is not of its type.
+        """
+        self.schedules.declare(schedule)
+        return schedule
+
+    def cron(
+        self,
+        line: str,
+        task: Task[..., Any],
+        *,
+        name: str | None = None,
+        args: tuple[Any, ...] | Mapping[str, Any] = (),
+        tz: str = "UTC",
+        misfire: Misfire = "once",
+        jitter: Seconds = 0,
+    ) -> Schedule:
+        """Declare a :class:`Schedule` by a cron line, of the name of its task if nothing else is said; see :meth:`schedule`."""
+        from mainspring.tasks.schedules import Schedule
+
+        name = task.name if name is None and isinstance(task, Task) else name
+        return self.schedule(
+            Schedule(name or str(task), task, cron=line, args=args, tz=tz, misfire=misfire, jitter=jitter)
+        )
 
     # ------------------------------------------------------------------------------------------------------- working
 

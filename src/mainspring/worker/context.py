@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager, suppress
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Generic, NoReturn
 
 import anyio
@@ -13,14 +13,16 @@ from mainspring.errors import ConfigError, InvalidParameterError, MailboxError
 from mainspring.worker.tool_calls import Notes, ToolCall, ToolCallBlock, to_json
 
 if TYPE_CHECKING:
-    from datetime import datetime
-
     from mainspring.mailbox.message import Message
     from mainspring.worker.delivery import Delivery
 
 
 Resources = TypeVar("Resources", default=object)
 
+SCHEDULE_NAME = "mainspring-schedule"
+"""The header of a message that a schedule has sent: the schedule's name."""
+SCHEDULED_FOR = "mainspring-scheduled-for"
+"""The header of such a message with the time of its tick, as ISO 8601."""
 PROGRESS_EVERY = 1.0
 """Seconds of work before progress is first written to the store, between two writes, and that a write may take."""
 NO_RESOURCES = object()
@@ -61,6 +63,14 @@ class Context(Generic[Resources]):
     def run_id(self) -> str:
         """An id that is new at each delivery."""
         return self._delivery.message.receipt_handle
+
+    @property
+    def scheduled_for(self) -> datetime | None:
+        """The time of the tick for which a schedule has sent the message (aware UTC), or None if no schedule did.
+
+        It is the time by the schedule, however late the message is: so it names the day, say, that the work is for.
+        """
+        return _date(self._delivery.message.headers.get(SCHEDULED_FOR))
 
     @property
     def resources(self) -> Resources:
@@ -199,6 +209,15 @@ class Context(Generic[Resources]):
         if backend.capabilities.records:
             with suppress(MailboxError, OSError), anyio.move_on_after(PROGRESS_EVERY):
                 await jobs.keep_progress(backend, self.request_id, done, total)
+
+
+def _date(text: str | None) -> datetime | None:
+    """Return the date that a header says, or None if it is none: any sender may have written it."""
+    try:
+        found = datetime.fromisoformat(text or "")
+    except ValueError:
+        return None
+    return None if found.utcoffset() is None else found
 
 
 class _TransactionBlock(AbstractAsyncContextManager[Any]):

@@ -45,6 +45,8 @@ class Handlers(ABC):
     name: str
     is_async = True
     wants_context = False
+    beside: Callable[[], Coroutine[Any, Any, None]] | None = None
+    """What a run of the loop has beside its worker: begun with it, and cancelled as soon as it takes no more work."""
 
     @abstractmethod
     def bind(self, mailbox: Mailbox[Any, Any]) -> None:
@@ -70,6 +72,7 @@ class Handler(NamedTuple):
     wants_context: bool
     body_type: Any
     reply_type: Any
+    beside: None = None
 
     def bind(self, mailbox: Mailbox[Any, Any]) -> None:
         """Settle the types of bodies and replies among handler, ``body=`` and mailbox."""

@@ -137,6 +137,7 @@ class MainLoop:
             handler_timeout=handler_timeout,
             wants_context=self._handler.wants_context,
             in_thread=not self._handler.is_async,
+            beside=self._handler.beside,
         )
         self._heartbeat = Heartbeat()
         self._worker: Worker | None = None

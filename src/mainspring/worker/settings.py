@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mainspring.policies import DeadLetterPolicy, LeasePolicy, RetryPolicy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
 
 
 class WorkerSettings(NamedTuple):
@@ -18,3 +21,5 @@ class WorkerSettings(NamedTuple):
     handler_timeout: float | None = None
     wants_context: bool = False
     in_thread: bool = False
+    beside: Callable[[], Coroutine[Any, Any, None]] | None = None
+    """What runs beside the worker for as long as it takes work; see ``Handlers.beside``."""

@@ -183,7 +183,7 @@ class Worker:
                 scope.start_soon(Retention(self.name, self._mailbox, keep).run, name=f"{self.name} retention")
             async with anyio.create_task_group() as self._tasks:
                 try:
-                    await self.admission.run(self._receive_until_paused, self._release_backlog)
+                    await self._take_work()
                 except Exception as error:
                     crash = error
                 except BaseException:
@@ -200,6 +200,13 @@ class Worker:
             raise crash
         if self._tasks.cancel_scope.cancel_called:  # by a task that was cancelled before it had begun
             raise TaskExitError("a slot was cancelled by itself, and not by the loop")
+
+    async def _take_work(self) -> None:
+        """Receive until told to stop, and run meanwhile what the handlers have beside the worker."""
+        async with DaemonScope(f"{self.name} intake") as scope:
+            if self.settings.beside is not None:
+                scope.start_soon(self.settings.beside, name=f"{self.name} beside")
+            await self.admission.run(self._receive_until_paused, self._release_backlog)
 
     async def _run_alarms(self) -> None:
         """Have leases renewed, overdue deliveries released and the store asked whether it answers, until cancelled."""

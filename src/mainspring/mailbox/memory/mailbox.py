@@ -140,7 +140,9 @@ class InMemoryMailbox(Mailbox[T, R]):
 class MemoryBackend(Backend):
     """A queue in memory. ``key`` is the name under which it is found; one of a mailbox made by the constructor is its alone."""
 
-    capabilities = Capabilities(joined_acks=True, queue_age=True, records=True, lookup=True, reschedule=True)
+    capabilities = Capabilities(
+        joined_acks=True, queue_age=True, records=True, announces_records=True, lookup=True, reschedule=True
+    )
     works_unopened: ClassVar[bool] = True
 
     def __init__(self, name: str, *, capacity: int | None, key: str) -> None:
@@ -335,8 +337,12 @@ class MemoryBackend(Backend):
         """Never waits, so a cancellation does not reach it."""
         store = self._here()
         version = store.queue.put_with(write, list(envelopes), store.clock())
-        if version is not None and envelopes:
+        if version is None:
+            return None
+        if envelopes:
             store.changed()
+        for member in list(store.members):
+            member.notifications.records.publish((write.kind, write.key))
         return version
 
     async def find_records(self, kind: str, keys: list[str]) -> list[Record]:

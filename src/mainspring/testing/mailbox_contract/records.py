@@ -228,6 +228,19 @@ async def an_unfinished_message_is_found_by_its_id(h: Harness, box: AnyMailbox) 
     equal(await box.backend.find([dead]), [], "found after its death")
 
 
+@on_mailbox("records", "announces_records")
+async def a_change_of_a_record_is_announced(h: Harness, box: AnyMailbox) -> None:
+    """A write and a deletion are published in each mailbox object; a write that was refused is not."""
+    async with h.open() as other:
+        heard: list[tuple[str, str]] = []
+        stop = other.backend.notifications.records.subscribe(heard.append)
+        await box.backend.write_record(RecordWrite("test", "a", b"1"))
+        await box.backend.write_record(RecordWrite("test", "a", b"2", if_version=0))
+        await other.backend.write_record(RecordWrite("test", "b", None))
+        stop()
+        equal(heard, [("test", "a"), ("test", "b")], "heard")
+
+
 @on_mailbox("reschedule")
 async def a_message_that_waits_is_rescheduled(h: Harness, box: AnyMailbox) -> None:
     """reschedule() moves a delayed message, also to now, and a pending one to later; the counts follow."""
