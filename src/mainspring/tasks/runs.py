@@ -50,9 +50,9 @@ class TaskHandlers(Handlers):
         return Pools(self._tasks, offload, workers)
 
     async def _run_schedules(self) -> None:
-        from mainspring.tasks.scheduler import Scheduler
+        from mainspring.tasks.ticker import Ticker
 
-        await Scheduler(self._tasks).run()
+        await Ticker(self._tasks).run()
 
     def runs(
         self, mailbox: Mailbox[Any, Any], settings: WorkerSettings, pool: Any, make: Callable[..., HandlerRuns]

@@ -250,7 +250,7 @@ def is_ticked_here(state: ScheduleState, own: Definition | None, registered: Map
     return own == state.definition
 
 
-class Statement(NamedTuple):
+class DeclaringWorker(NamedTuple):
     """Who states its definitions: the digest of all of them, and when the worker started."""
 
     by: str
@@ -258,7 +258,7 @@ class Statement(NamedTuple):
 
 
 def restated(
-    state: ScheduleState | None, definition: Definition, who: Statement, now: float, *, gone: bool = False
+    state: ScheduleState | None, definition: Definition, who: DeclaringWorker, now: float, *, gone: bool = False
 ) -> ScheduleState | None:
     """Return the state of a schedule once a worker has stated its definition, or None if it stays as it is.
 

@@ -1,4 +1,4 @@
-"""``Scheduler``: sends the ticks of the schedules of a mailbox, beside one run of a loop.
+"""``Ticker``: sends the ticks of the schedules of a mailbox, beside one run of a loop.
 
 There is no leader. Each loop of a ``Tasks`` has a scheduler, which ends as soon as the loop takes no more work. It knows when
 each schedule ticks next, and sleeps until the first of these times. What it knows is a hint only: it reads the records of what
@@ -26,7 +26,7 @@ from mainspring.mailbox.records import SCHEDULE
 from mainspring.runtime.retry import Retries
 from mainspring.tasks.schedule_calls import calls_of
 from mainspring.tasks.schedule_records import ScheduleRecords
-from mainspring.tasks.schedules import Statement, after_ticks, digest_of, due_ticks, is_ticked_here, restated
+from mainspring.tasks.schedules import DeclaringWorker, after_ticks, digest_of, due_ticks, is_ticked_here, restated
 from mainspring.validation import counted
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ EARLY = 0.001
 _log = Logger("mainspring.tasks")
 
 
-class Scheduler:
+class Ticker:
     """One run of the schedules of ``tasks``."""
 
     def __init__(self, tasks: Tasks) -> None:
@@ -67,7 +67,7 @@ class Scheduler:
         self._records = ScheduleRecords(tasks.mailbox)
         self._declared = tasks.schedules.declared
         self._wall = clock.wall_clock()
-        self._who = Statement(digest_of(self._declared), self._wall())
+        self._who = DeclaringWorker(digest_of(self._declared), self._wall())
         self._next: dict[str, float] = {}
         """When to read the record of a schedule next."""
         self._queue: list[tuple[float, str]] = []  # a heap; an entry counts while it is in _next
