@@ -1,6 +1,6 @@
 """``Ticker``: sends the ticks of the schedules of a mailbox, beside one run of a loop.
 
-There is no leader. Each loop of a ``Tasks`` has a scheduler, which ends as soon as the loop takes no more work. It knows when
+There is no leader. Each loop of a ``Tasks`` has a ticker, which ends as soon as the loop takes no more work. It knows when
 each schedule ticks next, and sleeps until the first of these times. What it knows is a hint only: it reads the records of what
 is due, decides by them, and sends by a write on the condition that the record is still the one it has read (``schedules``).
 Where another worker was first, the write is refused, and it reads anew.
