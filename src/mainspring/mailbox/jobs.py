@@ -222,7 +222,7 @@ async def outcome_of(mailbox: Mailbox[Any, Any], message_id: str, timeout: float
     :raises JobNotFoundError: it is not known, or it was done and its result was not kept (any more).
     """
     with anyio.move_on_after(timeout):
-        with _News(mailbox.backend, message_id) as news:
+        with EndListener(mailbox.backend, message_id) as news:
             while not (outcome := await _look(mailbox, message_id)).status.is_finished:
                 await news.wait(LOOK_EVERY)
         return _checked(outcome)
@@ -232,7 +232,7 @@ async def outcome_of(mailbox: Mailbox[Any, Any], message_id: str, timeout: float
 async def progress_of(mailbox: Mailbox[Any, Any], message_id: str) -> AsyncIterator[JobProgress]:
     """Yield how far the job is, each time that it has changed, until the job is finished."""
     before: JobProgress | None = None
-    with _News(mailbox.backend, message_id) as news:
+    with EndListener(mailbox.backend, message_id) as news:
         while True:
             status = await status_of(mailbox, message_id)
             if status.progress is not None and status.progress != before:
@@ -260,12 +260,12 @@ async def reschedule(mailbox: Mailbox[Any, Any], message_id: str, delay: float) 
         raise _not_found(message_id, "no such message is scheduled, pending or running")
 
 
-class _News:
-    """What tells a wait for one message that a look at the store may be worth while."""
+class EndListener:
+    """Tells a wait for the end of one job that a look at the store may be worth while."""
 
-    def __init__(self, backend: Backend, message_id: str) -> None:
+    def __init__(self, backend: Backend, job_id: str) -> None:
         self._notifications = backend.notifications
-        self._id = message_id
+        self._id = job_id
         self._told = anyio.Event()
         self._ends: list[Callable[[], None]] = []
 
@@ -285,7 +285,7 @@ class _News:
             self._told.set()
 
     async def wait(self, seconds: float) -> None:
-        """Wait until the message is said to have ended, at most for ``seconds``."""
+        """Wait until the job is said to have ended, at most for ``seconds``."""
         with anyio.move_on_after(seconds):
             await self._told.wait()
         self._told = anyio.Event()

@@ -16,7 +16,7 @@ from mainspring.errors import (
     RequestFailedError,
     RequestTimeoutError,
 )
-from mainspring.mailbox.jobs import LOOK_EVERY, JobState
+from mainspring.mailbox.jobs import LOOK_EVERY, EndListener, JobState
 from mainspring.mailbox.limits import check_seconds
 from mainspring.mailbox.message import Envelope
 from mainspring.mailbox.records import RecordWrite, check_size
@@ -260,20 +260,9 @@ class ChainJob:
         raise RequestTimeoutError(f"chain {self.id}: it was not done within {timeout:g} s; wait longer, or cancel it")
 
     async def _until_done(self) -> Any:
-        backend = self._tasks.mailbox.backend
-        ended = anyio.Event()
-
-        def heard(ids: list[str]) -> None:
-            if self.id in ids:
-                ended.set()
-
-        stop = backend.notifications.results.subscribe(heard)
-        try:
+        with EndListener(self._tasks.mailbox.backend, self.id) as end:
             while (status := await self.status()).state is JobState.RUNNING:
-                with anyio.move_on_after(LOOK_EVERY):
-                    await ended.wait()
-        finally:
-            stop()
+                await end.wait(LOOK_EVERY)
         if status.state is JobState.CANCELLED:
             raise RequestCancelledError(f"chain {self.id} was cancelled")
         if status.state is JobState.DEAD:
