@@ -202,7 +202,7 @@ async def test_errors_are_raised_and_the_rest_can_go_on() -> None:
 
 
 async def test_inline_each_call_runs_as_it_is_sent() -> None:
-    with tasks.testing(inline=True, resources=None) as sent:
+    with tasks.testing(inline=True, resources="shared") as sent:
         job = await email.send("ann")
         assert made == [("ann", "Hello")]
         assert (job.new, sent[0].ran) == (True, True)

@@ -51,7 +51,7 @@ class Chain:
             call.task.check_call(call.arguments, takes_result=False)
         job = await begin(self.tasks, self.stages, float(seconds))
         if (recording := self.tasks.recording) is not None and recording.inline:
-            await recording.run()
+            await recording.sent.run()
         return job
 
 

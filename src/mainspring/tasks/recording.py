@@ -8,12 +8,11 @@ is raised to the test, and nothing is tried again. Chains keep their state in th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import copy_context
 from dataclasses import fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import anyio
 
@@ -25,22 +24,23 @@ from mainspring.mailbox.mailbox import Mailbox
 from mainspring.mailbox.open import open_mailbox
 from mainspring.mailbox.records import RESULT_TTL
 from mainspring.runtime.heartbeat import Heartbeat
-from mainspring.tasks.calls import CallCodec
+from mainspring.tasks.calls import CallCodec, TaskCall
 from mainspring.tasks.runs import TaskHandlers
 from mainspring.tasks.task import USUAL
 from mainspring.tasks.unique import key_of
 from mainspring.validation import MAX_VISIBILITY
+from mainspring.worker.context import NO_RESOURCES
 from mainspring.worker.delivery import Delivery, HandlerRuns
 from mainspring.worker.middleware import wrappers_of
 from mainspring.worker.settings import WorkerSettings
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 
     from mainspring.mailbox.backend import Backend
     from mainspring.mailbox.message import Envelope, Message
     from mainspring.mailbox.records import RecordWrite
-    from mainspring.tasks.calls import OutgoingCall, TaskCall
+    from mainspring.tasks.calls import OutgoingCall
     from mainspring.tasks.task import SendOptions, Task
     from mainspring.tasks.tasks import Tasks
 
@@ -50,23 +50,19 @@ T = TypeVar("T")
 class SentCall:
     """A call that was sent inside the block of :meth:`Tasks.testing`."""
 
-    def __init__(
-        self, sent: SentCalls, call: TaskCall, options: dict[str, Any], envelope: Envelope, key: str | None
-    ) -> None:
+    def __init__(self, recording: Recording, job_id: str, call: TaskCall, options: dict[str, Any]) -> None:
+        self.id = job_id
+        """The id of its job."""
         self.task = call.task
         """The task that is called."""
         self.arguments = call.arguments
         """The arguments by name, as a worker gets them."""
         self.options = options
-        """What was said by ``task.options(…)`` or ``@tasks.task(…)`` about the sending, by name; headers as the middleware left
-        them."""
-        self.id = envelope.message_id
-        """The id of its job."""
+        """What was said by ``task.options(…)`` or ``@tasks.task(…)`` about the sending, by name. Headers are as the middleware
+        left them."""
         self.ran = False
         """True once its function has been called."""
-        self.envelope = envelope
-        self.key = key
-        self._sent = sent
+        self._recording = recording
 
     def __repr__(self) -> str:
         arguments = ", ".join(f"{name}={value!r}" for name, value in self.arguments.items())
@@ -82,35 +78,11 @@ class SentCall:
 
         And what the function, its middleware or its dependencies raise, :class:`Retry` and :class:`Reject` included.
         """
-        return await self._sent.run_call(self)
+        return await self._recording.run(self)
 
 
-class SentCalls(Sequence[SentCall]):
-    """The calls that were sent inside the block of :meth:`Tasks.testing`, in order: ``sent[0].task``, ``len(sent)``."""
-
-    def __init__(self, tasks: Tasks, *, inline: bool, resources: Any) -> None:
-        self.inline = inline
-        """True if each call runs as it is sent."""
-        self._tasks = tasks
-        self._resources = resources
-        self._calls: list[SentCall] = []
-
-    @overload
-    def __getitem__(self, place: int) -> SentCall: ...
-    @overload
-    def __getitem__(self, place: slice) -> list[SentCall]: ...
-    def __getitem__(self, place: int | slice) -> SentCall | list[SentCall]:
-        return self._calls[place]
-
-    def __len__(self) -> int:
-        return len(self._calls)
-
-    def __repr__(self) -> str:
-        return repr(self._calls)
-
-    def clear(self) -> None:
-        """Forget all calls."""
-        self._calls.clear()
+class SentCalls(list[SentCall]):
+    """The calls that were sent inside the block of :meth:`Tasks.testing`, in order. It is a list: ``clear()`` forgets them."""
 
     async def run(self) -> list[Any]:
         """Run all calls that have not run, in order, with those that they send. Return their results.
@@ -118,37 +90,59 @@ class SentCalls(Sequence[SentCall]):
         The first error is raised. The calls behind it have not run then, and another ``run()`` goes on with them.
         """
         results = []
-        while call := next((call for call in self._calls if not call.ran), None):
-            results.append(await self.run_call(call))
+        while call := next((call for call in self if not call.ran), None):
+            results.append(await call.run())
         return results
+
+
+class Recording:
+    """What takes the calls inside the block of :meth:`Tasks.testing`, in the place of the mailbox, and runs them.
+
+    ``inline``: each call runs as it is sent.
+    """
+
+    def __init__(self, tasks: Tasks, *, inline: bool, resources: Any) -> None:
+        self.sent = SentCalls()
+        self.inline = inline
+        self._tasks = tasks
+        self._resources = resources
+        self._messages: dict[SentCall, Envelope] = {}
+        self._by_key: dict[str, list[SentCall]] = {}
 
     # ------------------------------------------------------------------------------------------------------ recording
 
     def record(self, task: Task[..., Any], outgoing: Sequence[OutgoingCall], envelopes: list[Envelope]) -> list[str]:
         """Note calls whose messages are ready to be sent. Return the ids of their jobs."""
-        return [self._record(task, call, envelope) for call, envelope in zip(outgoing, envelopes, strict=True)]
+        return [self._record(task, call, envelope).id for call, envelope in zip(outgoing, envelopes, strict=True)]
 
-    def _record(self, task: Task[..., Any], outgoing: OutgoingCall, envelope: Envelope) -> str:
-        call: TaskCall = self._tasks.mailbox.codec.decode(envelope.body)
-        how, key = task.sending, None
-        if how.dedup_key is not None:
-            key = how.dedup_key
-        elif how.unique or task.handling.debounce is not None:
-            key = key_of(task, call)
-        for known in self._calls if key is not None else ():
-            if known.key == key and (not known.ran or not isinstance(how.unique, bool | str)):
+    def _record(self, task: Task[..., Any], outgoing: OutgoingCall, envelope: Envelope) -> SentCall:
+        how = task.sending
+        key = _key_of(task, outgoing.arguments)
+        known = [] if key is None else self._by_key.setdefault(key, [])
+        for other in known:
+            if not other.ran or not isinstance(how.unique, bool | str):
                 if task.handling.debounce is not None:
-                    known.arguments, known.envelope.body = call.arguments, envelope.body
-                return known.id
-        self._calls.append(SentCall(self, call, _given(how, outgoing.headers), envelope, key))
-        return envelope.message_id
+                    other.arguments = self._decoded(envelope).arguments
+                    self._messages[other].body = envelope.body
+                return other
+        call = self._note(envelope, _given(how, outgoing.headers))
+        known.append(call)
+        return call
 
     def record_parts(self, envelopes: Sequence[Envelope]) -> None:
         """Note the calls that a chain sends."""
         for envelope in envelopes:
-            call: TaskCall = self._tasks.mailbox.codec.decode(envelope.body)
-            options = {"priority": envelope.priority} if envelope.priority else {}
-            self._calls.append(SentCall(self, call, options, envelope, None))
+            self._note(envelope, {"priority": envelope.priority} if envelope.priority else {})
+
+    def _note(self, envelope: Envelope, options: dict[str, Any]) -> SentCall:
+        call = SentCall(self, envelope.message_id, self._decoded(envelope), options)
+        self._messages[call] = envelope
+        self.sent.append(call)
+        return call
+
+    def _decoded(self, envelope: Envelope) -> TaskCall:
+        call: TaskCall = self._tasks.mailbox.codec.decode(envelope.body)
+        return call
 
     async def request(self, task: Task[..., Any], outgoing: OutgoingCall, envelope: Envelope) -> Any:
         """Note a request, run it, and return its result."""
@@ -156,13 +150,13 @@ class SentCalls(Sequence[SentCall]):
             raise ConfigError(
                 f"task {task.name}: a request waits for its result, and nothing runs the call: use tasks.testing(inline=True)"
             )
-        self._record(task, outgoing, envelope)
+        call = self._record(task, outgoing, envelope)
         try:
-            return await self._calls[-1].run()
+            return await call.run()
         except Exception as error:
             said, kind = message_of(error), type(error).__qualname__
             raise RequestFailedError(
-                f"the request {envelope.message_id} has failed: {said}", error=said, error_type=kind
+                f"the request {call.id} has failed: {said}", error=said, error_type=kind
             ) from error
 
     def blocking(self, fn: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -174,7 +168,7 @@ class SentCalls(Sequence[SentCall]):
 
     # -------------------------------------------------------------------------------------------------------- running
 
-    async def run_call(self, call: SentCall) -> Any:
+    async def run(self, call: SentCall) -> Any:
         """Run a call. Return its result."""
         results: list[Any] = []
 
@@ -185,7 +179,7 @@ class SentCalls(Sequence[SentCall]):
         call.ran = True
         name, settings, handlers = self._tasks.name, WorkerSettings(), TaskHandlers(self._tasks)
         wrappers = (*wrappers_of(self._tasks.middleware), capture)
-        async with handlers.pool(None, 1) as pools, _delivered(self._tasks, call) as delivery:
+        async with handlers.pool(None, 1) as pools, _delivered(self._tasks, self._messages[call]) as delivery:
             clock, context = anyio.current_time, copy_context()
             make = partial(HandlerRuns, name, Dispatcher(), clock, context, wrappers, self._resources)
             runs = handlers.runs(delivery.message.mailbox, settings, pools, make)
@@ -199,17 +193,26 @@ class SentCalls(Sequence[SentCall]):
 
 
 @asynccontextmanager
-async def _delivered(tasks: Tasks, call: SentCall) -> AsyncIterator[Delivery]:
-    """Yield a delivery of a call, whose message is the only one of a mailbox in memory."""
-    mailbox = open_mailbox(f"memory://testing-{call.id}")
+async def _delivered(tasks: Tasks, envelope: Envelope) -> AsyncIterator[Delivery]:
+    """Yield a delivery of a message, the only one of a mailbox in memory."""
+    mailbox = open_mailbox(f"memory://testing-{token()}")
     mailbox.bind(body=tasks.mailbox.codec)
     async with mailbox:
-        plain = replace(call.envelope, delay=0.0, dedup_key=None, priority=0, expires_in=None)
+        plain = replace(envelope, delay=0.0, dedup_key=None, priority=0, expires_in=None)
         await mailbox.send_prepared([plain])
         (message,) = await mailbox.receive(visibility_timeout=MAX_VISIBILITY)
         now = anyio.current_time()
         yield Delivery(tasks.name, anyio.current_time, Heartbeat(), LazyEvent(), MAX_VISIBILITY, now, message)
         await mailbox.purge()
+
+
+def _key_of(task: Task[..., Any], arguments: dict[str, Any]) -> str | None:
+    """Return the key of a call of which another one may take the place, or None."""
+    if task.sending.dedup_key is not None:
+        return task.sending.dedup_key
+    if task.sending.unique or task.handling.debounce is not None:
+        return key_of(task, TaskCall(task, arguments))
+    return None
 
 
 def _given(how: SendOptions, headers: dict[str, str]) -> dict[str, Any]:
@@ -223,9 +226,9 @@ def _given(how: SendOptions, headers: dict[str, str]) -> dict[str, Any]:
 class _ChainRecorder:
     """A backend in memory that notes the calls of chains, which are sent together with records, and does not store them."""
 
-    def __init__(self, inner: Backend, sent: SentCalls) -> None:
+    def __init__(self, inner: Backend, recording: Recording) -> None:
         self._inner = inner
-        self._sent = sent
+        self._recording = recording
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -233,7 +236,7 @@ class _ChainRecorder:
     async def write_record(self, write: RecordWrite, envelopes: Sequence[Envelope] = ()) -> int | None:
         version = await self._inner.write_record(write)
         if version is not None:
-            self._sent.record_parts(envelopes)
+            self._recording.record_parts(envelopes)
         return version
 
 
@@ -251,11 +254,11 @@ class _NeverOpen(Mailbox[Any, Any]):
 def recorded(tasks: Tasks, *, inline: bool, resources: Any) -> Iterator[SentCalls]:
     """Record the calls of tasks inside the block; see :meth:`Tasks.testing`."""
     before = tasks.mailbox, tasks.recording
-    sent = SentCalls(tasks, inline=inline, resources=resources)
+    recording = Recording(tasks, inline=inline, resources=NO_RESOURCES if resources is None else resources)
     memory = open_mailbox(f"memory://testing-{token()}").backend
-    recorder: Any = _ChainRecorder(memory, sent)
-    tasks.mailbox, tasks.recording = _NeverOpen(recorder, body=CallCodec(tasks.registered)), sent
+    recorder: Any = _ChainRecorder(memory, recording)
+    tasks.mailbox, tasks.recording = _NeverOpen(recorder, body=CallCodec(tasks.registered)), recording
     try:
-        yield sent
+        yield recording.sent
     finally:
         tasks.mailbox, tasks.recording = before

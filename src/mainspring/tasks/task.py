@@ -291,7 +291,7 @@ class Task(Generic[P, R]):
         """Send calls with these arguments, all or none."""
         jobs = self.jobs(*await self.store(calls, self.sending.connection))
         if (recording := self.tasks.recording) is not None and recording.inline:
-            await recording.run()
+            await recording.sent.run()
         return jobs
 
     async def store(self, calls: Sequence[Arguments], connection: Any) -> tuple[list[Envelope], list[str]]:

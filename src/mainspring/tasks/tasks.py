@@ -20,7 +20,6 @@ from mainspring.tasks.runs import TaskHandlers
 from mainspring.tasks.task import BATCH_WAIT, SendOptions, Task, TaskOptions
 from mainspring.tasks.unique import Debounce, check_key
 from mainspring.validation import as_seconds
-from mainspring.worker.context import NO_RESOURCES
 from mainspring.worker.handler import check_offload
 from mainspring.worker.main_loop import MainLoop, check_handling
 from mainspring.worker.middleware import checked
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from mainspring.offload.pool import OffloadPool
     from mainspring.policies import DeadLetterPolicy, LeasePolicy, RetryPolicy
     from mainspring.tasks.chain_runs import ChainJob
-    from mainspring.tasks.recording import SentCalls
+    from mainspring.tasks.recording import Recording, SentCalls
     from mainspring.tasks.schedule_verbs import Schedules
     from mainspring.tasks.schedules import Misfire, Schedule
     from mainspring.tasks.unique import Key, Unique
@@ -102,8 +101,8 @@ class Tasks:
         self._schedules: Schedules | None = None
         self.loops = 0
         """How many loops run on it in this process."""
-        self.recording: SentCalls | None = None
-        """The calls that are recorded instead of sent, inside the block of :meth:`testing`."""
+        self.recording: Recording | None = None
+        """What takes the calls inside the block of :meth:`testing`; None outside of it."""
         if isinstance(mailbox, str):
             mailbox = open_mailbox(mailbox)
         if not isinstance(mailbox, Mailbox):
@@ -368,7 +367,7 @@ class Tasks:
     # ------------------------------------------------------------------------------------------------------- testing
 
     @contextmanager
-    def testing(self, *, inline: bool = False, resources: Any = NO_RESOURCES) -> Iterator[SentCalls]:
+    def testing(self, *, inline: bool = False, resources: Any = None) -> Iterator[SentCalls]:
         """Record calls inside the block instead of sending them: ``with tasks.testing() as sent:``. No store is needed.
 
         ``sent`` is a list of the calls: ``sent[0].task``, ``.arguments``, ``.options``. Middleware is entered for each send,
@@ -381,7 +380,7 @@ class Tasks:
 
         :param inline: True: each call runs as it is sent, and what it raises is raised to the sender. ``task.request`` works
             only then.
-        :param resources: what ``ctx.resources`` is.
+        :param resources: what ``ctx.resources`` is; None: there are none, as without a lifespan.
         """
         from mainspring.tasks.recording import recorded
 
