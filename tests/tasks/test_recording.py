@@ -253,6 +253,14 @@ async def test_chains_are_recorded_as_they_go_on() -> None:
         assert made == [6, 5]
 
 
+async def test_calls_that_are_sent_as_messages_are_recorded() -> None:
+    with tasks.testing() as sent:
+        message_id = await tasks.mailbox.send(email.s("ann"))
+        assert [(call.id, call.task, call.arguments["to"]) for call in sent] == [(message_id, email, "ann")]
+        assert await sent.run() == [Receipt(to="ann")]
+        assert await tasks.mailbox.approximate_count() == 0
+
+
 async def test_nothing_is_opened_and_all_is_as_before() -> None:
     before = tasks.mailbox
     with tasks.testing() as sent:

@@ -129,8 +129,8 @@ class Recording:
         known.append(call)
         return call
 
-    def record_parts(self, envelopes: Sequence[Envelope]) -> None:
-        """Note the calls that a chain sends."""
+    def record_messages(self, envelopes: Sequence[Envelope]) -> None:
+        """Note the calls in messages that a chain sends, or that are sent to the mailbox itself."""
         for envelope in envelopes:
             self._note(envelope, {"priority": envelope.priority} if envelope.priority else {})
 
@@ -223,8 +223,8 @@ def _given(how: SendOptions, headers: dict[str, str]) -> dict[str, Any]:
     return {**options, "headers": own} if own else options
 
 
-class _ChainRecorder:
-    """A backend in memory that notes the calls of chains, which are sent together with records, and does not store them."""
+class _RecordingBackend:
+    """A backend in memory that notes the messages it is given, as those of chains, and keeps records only."""
 
     def __init__(self, inner: Backend, recording: Recording) -> None:
         self._inner = inner
@@ -233,10 +233,14 @@ class _ChainRecorder:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
+    async def send(self, envelopes: list[Envelope]) -> list[str]:
+        self._recording.record_messages(envelopes)
+        return [envelope.message_id for envelope in envelopes]
+
     async def write_record(self, write: RecordWrite, envelopes: Sequence[Envelope] = ()) -> int | None:
         version = await self._inner.write_record(write)
         if version is not None:
-            self._recording.record_parts(envelopes)
+            self._recording.record_messages(envelopes)
         return version
 
 
@@ -256,7 +260,7 @@ def recorded(tasks: Tasks, *, inline: bool, resources: Any) -> Iterator[SentCall
     before = tasks.mailbox, tasks.recording
     recording = Recording(tasks, inline=inline, resources=NO_RESOURCES if resources is None else resources)
     memory = open_mailbox(f"memory://testing-{token()}").backend
-    recorder: Any = _ChainRecorder(memory, recording)
+    recorder: Any = _RecordingBackend(memory, recording)
     tasks.mailbox, tasks.recording = _NeverOpen(recorder, body=CallCodec(tasks.registered)), recording
     try:
         yield recording.sent
