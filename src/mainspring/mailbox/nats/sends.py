@@ -29,8 +29,12 @@ class Sends:
     async def send(self, envelopes: list[Envelope]) -> list[str]:
         """See :meth:`Backend.send`."""
         records = self.records_of(envelopes)
-        sent = [record.message_id for record in records]
-        if any(record.dedup_key is not None for record in records):
+        sent = []
+        has_keys = False
+        for record in records:
+            sent.append(record.message_id)
+            has_keys = has_keys or record.dedup_key is not None
+        if has_keys:
             sent = await self._send_in_turn(records)
         elif len(records) == 1:
             await self._store.add(self._addition(records[0]))

@@ -54,7 +54,10 @@ class Settlements:
         lease = self._claims.held(delivery)
         try:
             if isinstance(settlement, Ack):
-                held = await self._acknowledge(lease, delivery, settlement)
+                if settlement.reply is not None or settlement.result is not None:
+                    held = await self._acknowledge_with(lease, delivery, settlement)
+                else:
+                    held = await self._store.remove(self._store.names.queue, lease.sequence)
             elif isinstance(settlement, Dead):
                 held = await self._dead_letter(lease, delivery, settlement)
             else:
@@ -70,14 +73,13 @@ class Settlements:
         if lease.checkpoint and isinstance(settlement, Ack):
             await self._store.forget_checkpoint(lease.record)
 
-    async def _acknowledge(self, lease: Lease, delivery: ClaimedMessage, ack: Ack) -> bool:
+    async def _acknowledge_with(self, lease: Lease, delivery: ClaimedMessage, ack: Ack) -> bool:
         """Send the reply and keep the result, then remove the message. Return True if it was there.
 
         A result of a message that was not there any more is removed again.
         """
         store = self._store
-        if ack.reply is not None or ack.result is not None:
-            await self._check_present(lease, delivery)
+        await self._check_present(lease, delivery)
         if ack.reply is not None:
             await self._reply(delivery, ack.reply)
         if ack.result is None:
