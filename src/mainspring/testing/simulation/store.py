@@ -22,11 +22,12 @@ from mainspring.mailbox.message import ACK, ClaimedMessage
 from mainspring.testing.simulation.workload import fits
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
     from random import Random
 
     from mainspring.mailbox.codec import Codec
-    from mainspring.mailbox.message import Counts, Dead, Envelope, Settlement
+    from mainspring.mailbox.message import Counts, Dead, Envelope, Settlement, UnfinishedMessage
+    from mainspring.mailbox.records import Record, RecordWrite
     from mainspring.runtime.scope import DaemonScope
     from mainspring.testing.simulation.event_log import EventLog
     from mainspring.testing.simulation.ledger import Ledger
@@ -96,6 +97,17 @@ class SimulatedStore:
         except ReceiptHandleExpiredError:
             self.ledger.refused(lane, delivery, "checkpoint")
             raise
+
+    async def write_record(self, lane: str, write: RecordWrite, envelopes: Sequence[Envelope]) -> int | None:
+        """Change a record, and store messages with it."""
+        version = await self.backend.write_record(write, envelopes)
+        if version is not None and envelopes:
+            found = {each.message.message_id for each in await self.backend.find([e.message_id for e in envelopes])}
+            stored = [
+                envelope for envelope in envelopes if envelope.message_id in found
+            ]  # not those that a key kept out
+            self.ledger.accepted(lane, [each.message_id for each in stored], [each.delay for each in stored])
+        return version
 
     async def purge(self) -> int:
         """Purge all unfinished messages."""
@@ -256,6 +268,8 @@ class SimulatedBackend(Backend):
         cancel=False,
         siblings=False,
         joined_acks=True,
+        records=True,
+        lookup=True,
         queue_age=True,
         async_backends=frozenset({"trio"}),
     )
@@ -517,6 +531,18 @@ class SimulatedBackend(Backend):
 
     async def dead_letters(self, limit: int, after: str | None) -> list[tuple[ClaimedMessage, Dead, float]]:
         return await self._call("dead letters", self.store.backend.dead_letters, limit, after)
+
+    async def write_record(self, write: RecordWrite, envelopes: Sequence[Envelope] = ()) -> int | None:
+        return await self._call("record", self.store.write_record, self.lane, write, envelopes)
+
+    async def find_records(self, kind: str, keys: list[str]) -> list[Record]:
+        return await self._call("records", self.store.backend.find_records, kind, keys)
+
+    async def list_records(self, kind: str, limit: int, after: str | None) -> list[Record]:
+        return await self._call("records", self.store.backend.list_records, kind, limit, after)
+
+    async def find(self, message_ids: list[str]) -> list[UnfinishedMessage]:
+        return await self._call("find", self.store.backend.find, message_ids)
 
     async def purge(self) -> int:
         return await self._call("purge", self.store.purge)

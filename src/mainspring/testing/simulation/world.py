@@ -95,7 +95,7 @@ class World:
             self._nursery.start_soon(self._supervise, worker, name=f"supervisor of worker {worker}")
         backend = SimulatedBackend(self.name, self.store, "client", generator(self.seed, "client"))
         async with (
-            Mailbox(backend, body=self.under_test.body_type) as client,
+            Mailbox(backend, body=self.under_test.codec) as client,
             trio.open_nursery() as nursery,
         ):
             workload = Workload(self, client, self._simulation)
