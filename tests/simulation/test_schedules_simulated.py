@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -81,9 +82,7 @@ def check(seed: int, faults: Faults) -> None:
             (VIRTUAL_EPOCH.fromisoformat(at) - VIRTUAL_EPOCH).total_seconds() for who, at in ticks if who == name
         )
         assert first in (None, times[0])
-        assert [round(after - before, 3) for before, after in zip(times, times[1:], strict=False)] == [apart] * (
-            len(times) - 1
-        )
+        assert {round(after - before, 3) for before, after in pairwise(times)} == {apart}, report
         assert times[-1] >= DURATION - 2 * apart, report
 
 
