@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import anyio
 import pytest
+from anyio.from_thread import start_blocking_portal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -214,6 +215,28 @@ def test_a_chain_whose_step_dies_waits_for_its_replay():
             assert await job.result() == 2
 
     run_virtual(main)
+
+
+def test_a_thread_that_is_not_async_sends_a_chain(tmp_path):
+    tasks = Tasks(f"sqlite:///{tmp_path / 'jobs.db'}?name=jobs")
+
+    @tasks.task
+    async def work(number: int) -> int:
+        await anyio.sleep(number / 100)
+        return number + 1
+
+    async def worker(*, task_status):
+        async with group_of(tasks):
+            task_status.started()
+            await anyio.sleep_forever()
+
+    with start_blocking_portal() as portal:
+        running, _ = portal.start_task(worker)
+        assert chain(work.s(1), work.s()).send_sync().sync.result(timeout=20) == 3
+        long = chain(work.s(10_000), work.s()).send_sync()
+        assert long.sync.status().state is JobState.RUNNING
+        assert long.sync.cancel()
+        running.cancel()
 
 
 def test_a_chain_is_cancelled_as_a_whole():

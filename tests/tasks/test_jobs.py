@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
 import anyio
 import pytest
+from anyio.from_thread import start_blocking_portal
 
 from mainspring import (
     CancelOutcome,
@@ -237,6 +239,35 @@ async def test_a_result_that_does_not_fit_or_is_too_large_is_a_failed_attempt(an
             await (await work.send(300_000)).result(timeout=20)
         with pytest.raises(RequestFailedError, match="SerializationError"):
             await (await work.send(0)).result(timeout=20)
+
+
+def test_a_thread_that_is_not_async_follows_its_job(tmp_path):
+    tasks = Tasks(f"sqlite:///{tmp_path / 'jobs.db'}?name=jobs")
+    release = threading.Event()
+
+    @tasks.task(result_ttl=HOUR)
+    def work(number: int) -> int:
+        release.wait(20)
+        return number + 1
+
+    async def worker(*, task_status):
+        async with group_of(tasks):
+            task_status.started()
+            await anyio.sleep_forever()
+
+    with start_blocking_portal() as portal:
+        running, _ = portal.start_task(worker)
+        job, late = work.sync.send(1), work.options(delay=HOUR).sync.send(5)
+        with pytest.raises(RequestTimeoutError):
+            job.sync.result(timeout=0.1)
+        assert late.sync.status().state is JobState.SCHEDULED
+        release.set()
+        assert job.sync.result(timeout=20) == 2
+        late.sync.reschedule(2 * HOUR)
+        late.sync.run_now()
+        assert late.sync.result(timeout=20) == 6
+        assert work.options(delay=HOUR).sync.send(7).sync.cancel() is CancelOutcome.REMOVED
+        running.cancel()
 
 
 async def test_impossible_values_are_refused(anyio_backend):

@@ -230,6 +230,11 @@ class ChainJob:
     def __hash__(self) -> int:
         return hash(self.id)
 
+    @property
+    def sync(self) -> SyncChainJob:
+        """The same calls for threads that are not async; they block until they are done. See :attr:`Mailbox.sync`."""
+        return SyncChainJob(self, self._tasks)
+
     async def status(self) -> ChainStatus:
         """Return which stage is under way, and how it ended."""
         backend = self._tasks.mailbox.backend
@@ -295,3 +300,23 @@ class ChainJob:
         if state is None:
             raise JobNotFoundError(f"chain {self.id}: it is not in this mailbox, or its result is not kept any more")
         return state
+
+
+class SyncChainJob:
+    """The calls of a :class:`ChainJob` for threads that are not async, each with the parameters and errors of its namesake."""
+
+    def __init__(self, job: ChainJob, tasks: Tasks) -> None:
+        self._job = job
+        self._mailbox = tasks.mailbox.sync
+
+    def status(self) -> ChainStatus:
+        """Return which stage is under way, and how it ended."""
+        return self._mailbox.call(self._job.status)
+
+    def result(self, *, timeout: float | None = None) -> Any:
+        """Wait until it is done, and return what its last call returned, or the list of what its parts did."""
+        return self._mailbox.call(self._job.result, timeout=timeout)
+
+    def cancel(self) -> bool:
+        """End it before it is done. Return False if it has ended already."""
+        return self._mailbox.call(self._job.cancel)

@@ -35,6 +35,10 @@ class Chain:
         parts = (f"{len(stage.calls)} parts" if stage.is_many else repr(stage.calls[0]) for stage in self.stages)
         return f"<Chain {' → '.join(parts)}>"
 
+    def send_sync(self, *, result_ttl: Seconds = RESULT_LIFE) -> ChainJob:
+        """Send its first calls from a thread that is not async, as :meth:`send` does. See :attr:`Mailbox.sync`."""
+        return self.tasks.mailbox.sync.call(self.send, result_ttl=result_ttl)
+
     async def send(self, *, result_ttl: Seconds = RESULT_LIFE) -> ChainJob:
         """Send its first calls. Return its job once they are as durable as the mailbox makes them.
 

@@ -48,6 +48,11 @@ class Job(Generic[R]):
     def __hash__(self) -> int:
         return hash(self.id)
 
+    @property
+    def sync(self) -> SyncJob[R]:
+        """The same calls for threads that are not async; they block until they are done. See :attr:`Mailbox.sync`."""
+        return SyncJob(self, self._tasks)
+
     async def status(self) -> JobStatus:
         """Return where it is, how far it is, and how it ended."""
         from mainspring.mailbox import jobs
@@ -111,3 +116,34 @@ class Job(Generic[R]):
         :raises ConfigError: the mailbox cannot (``Capabilities.reschedule``).
         """
         await self.reschedule(0)
+
+
+class SyncJob(Generic[R]):
+    """The calls of a :class:`Job` for threads that are not async, each with the parameters and errors of its namesake.
+
+    They run where the mailbox is open; ``with tasks.sync:`` opens it where nothing else does. See :class:`SyncMailbox`.
+    """
+
+    def __init__(self, job: Job[R], tasks: Tasks) -> None:
+        self._job = job
+        self._mailbox = tasks.mailbox.sync
+
+    def status(self) -> JobStatus:
+        """Return where it is, how far it is, and how it ended."""
+        return self._mailbox.call(self._job.status)
+
+    def result(self, *, timeout: float | None = None) -> R:
+        """Wait until it is done, and return what the function returned."""
+        return self._mailbox.call(self._job.result, timeout=timeout)
+
+    def cancel(self) -> CancelOutcome:
+        """End it before it is done."""
+        return self._mailbox.call(self._job.cancel)
+
+    def reschedule(self, when: datetime | Seconds) -> None:
+        """Let it begin at ``when``."""
+        self._mailbox.call(self._job.reschedule, when)
+
+    def run_now(self) -> None:
+        """Let it begin as soon as it is its turn."""
+        self._mailbox.call(self._job.run_now)
