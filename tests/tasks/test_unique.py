@@ -153,6 +153,21 @@ async def test_keys_are_those_of_the_task_or_of_the_call(anyio_backend):
         assert [job.new for job in jobs] == [False, True, False]
 
 
+async def test_an_argument_that_is_the_default_makes_no_other_call(anyio_backend):
+    tasks = Tasks(InMemoryMailbox())
+
+    @tasks.task(unique=True)
+    async def greet(name: str, word: str = "hello", times: int = 1) -> None: ...
+
+    async with tasks:
+        assert (await greet.send("ann")).new
+        assert not (await greet.send("ann", word="hello", times=1)).new
+        assert not (await greet.send("ann", "hello")).new
+        assert (await greet.send("ann", "bye")).new
+        with pytest.raises(ValueError, match="times"):
+            await greet.send("ann", times=True)
+
+
 def test_a_call_waits_no_longer_than_the_most():
     async def main():
         clock = VirtualClock()

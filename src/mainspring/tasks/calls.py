@@ -77,6 +77,7 @@ class Parameters:
         self._signature = inspect.Signature(sent)
         self._by_position = [each.name for each in sent if each.kind is not inspect.Parameter.KEYWORD_ONLY]
         self._required = {each.name for each in sent if each.default is _NO_DEFAULT}
+        self._defaults = {each.name: each.default for each in sent if each.default is not _NO_DEFAULT}
         self._codec: Codec | None = None
 
     def _element(self, signature: inspect.Signature, sent: list[inspect.Parameter]) -> inspect.Parameter:
@@ -143,6 +144,11 @@ class Parameters:
     def names(self) -> list[str]:
         """The names of the parameters that are sent."""
         return list(self._types)
+
+    def without_defaults(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments but for those that are what the function takes by default."""
+        defaults = self._defaults
+        return {name: value for name, value in arguments.items() if name not in defaults or value != defaults[name]}
 
     def bind(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of a call by their names, as they were given.

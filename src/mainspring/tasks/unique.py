@@ -111,7 +111,8 @@ def key_of(task: Task[..., Any], call: TaskCall) -> str:
     key = task.handling.key
     if key is not None:
         return _named(task, key(**call.arguments) if callable(key) else call.arguments.get(key))
-    arguments = json.loads(task.parameters.encode(call.arguments))
+    task.parameters.check(call.arguments)
+    arguments = json.loads(task.parameters.encode(task.parameters.without_defaults(call.arguments)))
     in_one_order = json.dumps(arguments, sort_keys=True).encode()
     return f"{task.name}:{hashlib.sha256(in_one_order).hexdigest()}"
 
