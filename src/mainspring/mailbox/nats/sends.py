@@ -75,8 +75,7 @@ class Sends:
         """
         if all(record.dedup_key is None for record in records):
             adds = [
-                self._addition(record)._replace(expect=0, message_id=f"{name}-{record.message_id}")
-                for record in records
+                self._addition(record)._replace(expect=0, message_id=f"{name}-{record.token}") for record in records
             ]
             for result in await self._store.add_all(adds):
                 if isinstance(result, MailboxError):
@@ -85,10 +84,10 @@ class Sends:
             for record in records:
                 if record.dedup_key is None:
                     await self._store.add(
-                        self._addition(record)._replace(expect=0, message_id=f"{name}-{record.message_id}")
+                        self._addition(record)._replace(expect=0, message_id=f"{name}-{record.token}")
                     )
                 else:
-                    await self._send_with_dedup_key(record, f"{name}-{record.message_id}")
+                    await self._send_with_dedup_key(record, f"{name}-{record.token}")
         expiring = [record for record in records if record.expires_at is not None]
         if expiring:
             await self._schedule_expiries(expiring)
