@@ -29,6 +29,7 @@ def test_what_another_try_can_help():
         "MailboxConnectionError",
         "HandlerStalledError",
         "HandlerTimeoutError",
+        "JobRunningError",
         "JournalLockedError",
         "OverrideLockedError",
         "RequestTimeoutError",

@@ -268,6 +268,20 @@ def test_a_library_with_a_thread_of_its_own_holds_it_while_a_call_is_out() -> No
     run(main)
 
 
+def test_threads_that_have_nothing_to_do_with_a_future_do_not_hold_it() -> None:
+    async def main() -> None:
+        timer = threading.Timer(60, print)  # as a plugin that ends tests that hang has it
+        timer.start()
+        future = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().call_later(100, future.set_result, None)
+        await future
+        assert VirtualClock().now == 100
+        timer.cancel()
+        timer.join()
+
+    run(main)
+
+
 def test_aiosqlite_and_sqlalchemy_hold_it(tmp_path: Any) -> None:
     aiosqlite = pytest.importorskip("aiosqlite")
     sqlalchemy = pytest.importorskip("sqlalchemy")

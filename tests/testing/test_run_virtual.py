@@ -328,6 +328,19 @@ def test_a_shield_without_a_deadline_does_not_hide_a_deadlock(run: Run) -> None:
         run(main)
 
 
+def test_what_a_task_raises_as_it_is_cancelled_is_the_cause(run: Run) -> None:
+    async def main() -> None:
+        VirtualClock().patience = 0.05
+        try:
+            await anyio.sleep_forever()
+        finally:
+            raise LookupError("while cleaning up")
+
+    with pytest.raises(DeadlockError) as caught:
+        run(main)
+    assert isinstance(caught.value.__cause__, LookupError)
+
+
 ABANDONED = """
 import threading, anyio
 from mainspring.testing import DeadlockError, VirtualClock, run_virtual

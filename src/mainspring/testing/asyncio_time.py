@@ -50,7 +50,7 @@ _PROCESS_CALLS = ("anyio/_core/_subprocesses.py", "asyncio/subprocess.py", "asyn
 _THREAD_CALL = "run_sync_in_worker_thread"
 _EVENT_LOOP_PACKAGES = ("anyio", "asyncio", "mainspring")
 LOOK_AGAIN, LOOK_AGAIN_MAX = 0.001, 0.05
-"""Real seconds after which a thread is looked at that may be about to wait for the event loop: at first, and at most."""
+"""Real seconds after which threads are looked at again, at first and at most: one may begin, or wait for the event loop."""
 ANYIO_LOOKS_EVERY = 0.1
 """Seconds between two looks of ``anyio.wait_all_tasks_blocked`` on asyncio."""
 _BEGINNING = "a thread that begins"
@@ -224,18 +224,13 @@ class AsyncioTime(VirtualTime):
         waited, look_again = 0.0, LOOK_AGAIN
         while seconds := self.judge.idle(waited=False):
             left = seconds - waited
-            step = min(look_again, left) if self._callers_at_work() else left
-            if events := self._loop.selector.block(step):
+            if events := self._loop.selector.block(min(look_again, left)):
                 return events
-            if step >= left:
+            if look_again >= left:
                 self.judge.idle(waited=True)
                 break
-            waited, look_again = waited + step, min(2 * look_again, LOOK_AGAIN_MAX)
+            waited, look_again = waited + look_again, min(2 * look_again, LOOK_AGAIN_MAX)
         return []
-
-    def _callers_at_work(self) -> bool:
-        """True if a thread that has started a task goes on with other work. It may be about to wait for the task."""
-        return any(not task.done() and _waits(thread) is False for task, thread in [*self._loop.called_in.items()])
 
     def until_next(self) -> float:
         when = next_timer(self._loop)
@@ -315,8 +310,10 @@ def _files_executed_by(threads: set[int]) -> set[str]:
     """Return the files of the code that the threads execute, and :data:`_BEGINNING` if one is about to begin with its own."""
     files: set[str] = set()
     for thread in threads:
-        own = {frame.f_code.co_filename for frame, _ in stack_of(thread)}
-        files |= own if own - {threading.__file__} else {_BEGINNING}
+        codes = [frame.f_code for frame, _ in stack_of(thread)]
+        own = {code.co_filename for code in codes} - {threading.__file__}
+        begins = not own and all(code.co_name != "wait" for code in codes)  # a threading.Timer waits
+        files |= {_BEGINNING} if begins else own
     return files
 
 

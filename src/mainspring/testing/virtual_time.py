@@ -75,10 +75,10 @@ def run_virtual(
     with run.seeded():
         try:
             return anyio.run(main, backend=backend, backend_options=run.options)
-        except BaseException:
-            if run.judge.error is not None:  # trio wraps what comes out of its clock
-                raise run.judge.error from None
-            raise
+        except BaseException as error:
+            if run.judge.error is None or error is run.judge.error:
+                raise
+            raise run.judge.error from None  # trio wraps what comes out of its clock
 
 
 class VirtualRun:
