@@ -294,3 +294,33 @@ def test_the_schema_of_a_plain_type_is_the_one_that_pydantic_makes(body_type: An
 )
 def test_other_types_are_left_to_pydantic(body_type: Any) -> None:
     assert plain_schema(body_type) is None
+
+
+@dataclass
+class Measured:
+    size: float
+    name: str = ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "make"),
+    [
+        (Measured, Measured),
+        (float, lambda number: number),
+        (list[float], lambda number: [1.5, number]),
+        (dict[str, float], lambda number: {"a": number}),
+        (float | None, lambda number: number),
+    ],
+    ids=str,
+)
+@given(number=st.one_of(st.integers(-(10**30), 10**30), st.floats(allow_nan=False, allow_infinity=False)))
+def test_an_integer_that_a_float_cannot_hold_is_refused(kind, make, number):
+    codec = Codec(kind)
+    body = make(number)
+    try:
+        raw = codec.encode(body)
+    except SerializationError as error:
+        assert "annotate it as int" in str(error)  # noqa: PT017 - one of two outcomes
+        assert float(number) != number
+    else:
+        assert codec.decode(raw) == body

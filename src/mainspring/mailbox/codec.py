@@ -35,6 +35,8 @@ MAX_DEPTH = 200
 MAX_DIGITS = 4_300
 """How many digits a number may have: pydantic reads no more, though it writes any number."""
 
+_LARGE_FLOAT = re.compile(rb"(?<![.0-9])[0-9]{16}|e\+")
+"""How a float of 10**15 and more is written: an integer in its place may not have been one that a float can hold."""
 
 _MISFIT = re.compile(
     r"UnexpectedValue\(Expected `([^`]+)` - [^\[]*\[(?:field_name='([^']+)', )?input_value=.*?, input_type=(\w+)\]\)(?= |$)"
@@ -183,7 +185,7 @@ class Codec:
             raise self._unwritten(body, error) from error
         if kind is self._sure_text:
             return raw
-        if self._verifies and kind not in self._certain:
+        if self._verifies and (kind not in self._certain or (self._exact.rounds and _LARGE_FLOAT.search(raw))):
             self._verify(body, raw)
             return raw
         if self._plain is None and b"null" in raw:
@@ -245,6 +247,8 @@ class Codec:
     def _lost(self, body: Any, found: str) -> SerializationError:
         if self._is_any:
             advice = "send plain JSON, or say the type (body=…)"
+        elif self._exact.rounds and (type(body) is int or type(body) in self._certain):
+            advice = "a float holds integers up to 2**53: annotate it as int"
         elif self._exact.excludes:
             advice = "a field with exclude=True is not written"
         else:

@@ -61,9 +61,11 @@ class Exactness(NamedTuple):
     """What is known of a type in advance."""
 
     certain: frozenset[type[Any]]
-    """The classes of which any value comes back as it was, if its numbers are finite and not too long."""
+    """The classes of which any value comes back as it was, if its numbers are finite and not too long (see ``rounds``)."""
     by_equality: bool
     """A value that came back and is equal to the one before is the same, classes included."""
+    rounds: bool
+    """It has fields for floats. These take integers, of which large ones come back rounded."""
     is_aliased: bool
     """A field goes by several names."""
     hides: bool
@@ -83,6 +85,7 @@ def exactness(schema: Mapping[str, Any]) -> Exactness:
     return Exactness(
         certain=frozenset(_classes(schema) if _is_certain(schema, top=True) else ()),
         by_equality=all(_is_told_by_equality(node, refs) for node in nodes),
+        rounds=any(node["type"] == "float" for node in nodes),
         is_aliased=any("validation_alias" in node or "serialization_alias" in node for node in nodes),
         hides=any(_written_by(node) == "function-plain" for node in nodes),
         excludes=any(node.get("serialization_exclude") for node in nodes),
