@@ -35,6 +35,7 @@ SCRIPTS = (
     "portal",
     "session",
     "tasks",
+    "schedules",
 )
 
 

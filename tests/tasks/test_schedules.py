@@ -510,6 +510,23 @@ async def test_more_changes_than_the_list_of_changes_keeps_are_seen():
 
 
 @virtually
+async def test_many_may_add_schedules_at_the_same_time():
+    programs = [Program(backend=partial(Distant, seed=number, tells=False)) for number in range(60)]
+
+    async def add(number, program):
+        async with program.tasks:
+            await program.tasks.schedules.add(Schedule(f"s{number}", program.note, every=60))
+
+    async with anyio.create_task_group() as group, InMemoryMailbox.from_url("memory://jobs"):
+        for number, program in enumerate(programs):
+            group.start_soon(add, number, program)
+        await anyio.sleep(30)
+        worker = Program()
+        await worker.run(90)
+    assert len(worker.notes) == 60
+
+
+@virtually
 async def test_add_changes_a_schedule_of_that_name_and_keeps_its_time_and_pause():
     program = Program()
     async with program.tasks:

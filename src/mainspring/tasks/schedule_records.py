@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mainspring.core.loggers import Logger
 from mainspring.errors import ConfigError, MailboxConnectionError, SerializationError
 from mainspring.mailbox.records import SCHEDULE, SCHEDULES, RecordWrite, check_size
+from mainspring.runtime.retry import Retries
 from mainspring.tasks.schedules import read_state
 
 if TYPE_CHECKING:
@@ -103,12 +104,14 @@ class ScheduleRecords:
         self, name: str, decide: Callable[[ScheduleState | None], ScheduleState | None]
     ) -> ScheduleState | None:
         """Write what ``decide`` makes of the schedule of that name, and tell the workers. Return what was written."""
+        retries = Retries(initial=0.01, maximum=1.0)
         for _ in range(TRIES):
             found = await self.find([name])
             state = decide(found[0].state if found else None)
             if await self.write(name, state, found[0].version if found else 0):
                 await self.tell([name])
                 return state
+            await retries.pause()
         raise _contended(f"schedule {name!r}")
 
     # -------------------------------------------------------------------------------------------------------- changes
@@ -124,6 +127,7 @@ class ScheduleRecords:
 
     async def tell(self, names: Sequence[str]) -> None:
         """Add names to the list of changes."""
+        retries = Retries(initial=0.01, maximum=1.0)
         for _ in range(TRIES):
             first, kept, version = 0, list[str](), 0
             for record in await self._mailbox.backend.find_records(SCHEDULES, [CHANGES]):
@@ -134,6 +138,7 @@ class ScheduleRecords:
             write = RecordWrite(SCHEDULES, CHANGES, value, if_version=version)
             if await self._mailbox.backend.write_record(write) is not None:
                 return
+            await retries.pause()
         raise _contended("the list of changed schedules")
 
     # --------------------------------------------------------------------------------------------------- declarations
