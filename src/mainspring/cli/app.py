@@ -11,6 +11,7 @@ import typer
 
 from mainspring import __version__
 from mainspring.cli.dead_verbs import dead
+from mainspring.cli.schedule_verbs import schedules
 from mainspring.cli.times import instant, seconds
 from mainspring.cli.user_errors import FAILED, WRONG_USE, UserError, flush_output, say
 
@@ -25,6 +26,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(dead)
+app.add_typer(schedules)
 
 
 class Loop(StrEnum):
