@@ -123,6 +123,21 @@ async def test_tasks_are_sent_run_and_asked_for_results(virtual_clock: Any, stor
             assert (first.new, second.new) == (True, False)
 
 
+async def test_threads_that_are_not_async_use_it_too(anyio_backend: Any) -> None:
+    tasks = Tasks(url(POSTGRES, "calls"))
+
+    @tasks.task
+    async def double(number: int) -> int:
+        return 2 * number
+
+    def plain() -> int:
+        with override(tasks), tasks.sync:
+            double.sync.send(21)
+            return tasks.sync.approximate_count()
+
+    assert await anyio.to_thread.run_sync(plain) == 1
+
+
 async def test_mailboxes_of_one_store_see_each_other_by_name_and_by_url(virtual_clock: Any) -> None:
     orders, again = (open_mailbox(url(REDIS, "orders"), body=int) for _ in range(2))
     receipts = open_mailbox(url(REDIS, "receipts"))
