@@ -11,7 +11,7 @@ from mainspring import MailboxConnectionError, MailboxFullError
 from mainspring.mailbox.message import Ack, Counts, MessagePlace, RescheduleOutcome, Result
 from mainspring.mailbox.records import MAX_RECORD, RESULT, Record, RecordWrite
 from mainspring.mailbox.redis.commands import LARGE
-from redis_support import place, soon
+from redis_support import LISTENER, place, soon
 from servers import RedisServer
 from support import outcomes
 
@@ -83,11 +83,35 @@ async def test_only_a_result_is_announced(here, anyio_backend):
     async with here.mailbox() as mailbox:
         await mailbox.send_many(["plain", "kept"])
         plain, kept = await mailbox.receive(max_messages=2)
-        with here.subscribed("all") as heard:
+        with here.subscribed("results") as heard, here.subscribed("all") as by_all:
             await plain.acknowledge()
             await kept.settle(Ack(result=Result(b"{}", HOUR)))
             await mailbox.backend.write_record(RecordWrite("test", "a", b"1"))
     assert heard == [b"r" + kept.id.encode()]
+    assert by_all == []
+
+
+async def test_results_are_sent_to_processes_alone_that_have_waited_for_one(here, line, anyio_backend):
+    """Also after their connection was lost."""
+    channel, heard = here.key("results").encode(), []
+
+    def listeners():
+        return here.call("PUBSUB", "SHARDNUMSUB", channel)[1]
+
+    async with line.mailbox() as waiting, here.mailbox() as worker:
+        await worker.send_many([1, 2])
+        assert listeners() == 0
+        for number in range(2):
+            stop = waiting.backend.notifications.results.subscribe(heard.extend)
+            await soon(lambda: listeners() == 1)
+            message = await received(worker)
+            await message.settle(Ack(result=Result(b"{}", HOUR)))
+            await soon(lambda: heard == [message.id])  # noqa: B023 - it has ended before the next one
+            stop()
+            heard.clear()
+            if not number:
+                line.cut(LISTENER)
+                await soon(lambda: listeners() == 0)
 
 
 # --------------------------------------------------------------------------------------------------- records that have ended

@@ -3,7 +3,8 @@
 A process that finds nothing is put on the mailbox's list of waiters. A call of the library that makes messages pending takes
 as many waiters off that list, and wakes each on its own publish/subscribe channel: one message wakes one process. A message
 that comes alone is claimed for the waiter and sent to it in the same step. All processes hear, on a channel for all, of the
-instant when something is due, if it is sooner than they know, and of cancellations and results.
+instant when something is due, if it is sooner than they know, and of cancellations. A process that has waited for a result
+hears of results on one more channel.
 
 One listener reads these channels for all mailboxes of the process, each of which has a subscription. For each connection a
 subscription has a new name. So the library can tell what was sent to a lost one, and undo these claims once that name is off
@@ -134,6 +135,9 @@ class Subscription:
         self.reconnects = 0
         self.channels: tuple[bytes, ...] = ()
         """The server's channels that it is subscribed to, or is about to be."""
+        self.results = base + b"results"
+        """The channel of results."""
+        self.wants_results = False
         self._now = loop_clock()
         self._waiters = waiters
         self._events = events
@@ -151,6 +155,8 @@ class Subscription:
         """Take a new name. Return the channels to subscribe to."""
         self._name, self._last_claim, self._last_undone, self._leaving = random.token(96), 0, 0, 0
         self.channels = (self.base + b"all", self.base + self._name.encode())
+        if self.wants_results:
+            self.channels += (self.results,)
         return self.channels
 
     def begun(self) -> None:
@@ -159,6 +165,11 @@ class Subscription:
             self.reconnects += 1
         self.live, self.live_since = True, self._now()
         self._waiters.signal_all()  # messages that came meanwhile have woken no receive here
+
+    @property
+    def hears_results(self) -> bool:
+        """True if it is subscribed to results, or is about to be."""
+        return self.results in self.channels
 
     @property
     def was_live(self) -> bool:
@@ -318,6 +329,22 @@ class Listener:
                 await self._unsubscribe(subscription)
             else:
                 await self._close()
+
+    async def hear_results(self, subscription: Subscription) -> None:
+        """Listen for the results of a mailbox, too. Where that is refused or lost, the waits for results look by themselves."""
+        subscription.wants_results = True
+        listening, name = self._channel, subscription.results
+        if listening is None or not subscription.live or subscription.hears_results:
+            return  # the next one begins with them
+        subscription.channels += (name,)
+        self._by_channel.setdefault(name, []).append(subscription)
+        channel = Channel(listening.shared)
+        try:
+            with suppress(*LOST, ServerError), anyio.move_on_after(self._timeout):
+                await channel.send(pack(("SSUBSCRIBE", name)))
+                await _refusal(channel, (name,))
+        finally:
+            await channel.close()
 
     async def run(self) -> None:
         """Listen until cancelled, as soon as there is a subscription."""

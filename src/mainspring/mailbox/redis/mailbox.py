@@ -229,6 +229,8 @@ class RedisBackend(BatchedBackend):
             lost=self._listener_lost,
         )
         self._subscription = Subscription(base_of(self.name), client, waiters, events)
+        self._subscription.wants_results = self.notifications.results.is_wanted
+        self.notifications.results.on_demand = self._results_wanted
         self._batches = Batches(
             self.name,
             client,
@@ -566,6 +568,11 @@ class RedisBackend(BatchedBackend):
         """Wake other processes: this one was woken for messages that no claim here takes."""
         if self._client is not None and self._client.connected and not self.waiters.closed:
             self._batcher.post(WakeOthers(count))
+
+    def _results_wanted(self, wanted: bool) -> None:
+        """Hear of results from the first time that they are wanted until the mailbox is closed."""
+        if wanted and not (self.waiters.closed or self._subscription.hears_results):
+            self._start(partial(self._shared.listener.hear_results, self._subscription))
 
     def _post(self, command: Command) -> None:
         self._batcher.post(command)

@@ -210,7 +210,7 @@ local operations = {
       send_reply(behind, rank, from)
     end
     acknowledge(box, { receipt })
-    publish(box, 'all', 'r' .. id_of_receipt(receipt))
+    publish(box, 'results', 'r' .. id_of_receipt(receipt))
     return 1
   end,
   nack = function()
