@@ -94,6 +94,7 @@ async def test_only_a_result_is_announced(here, anyio_backend):
 async def test_results_are_sent_to_processes_alone_that_have_waited_for_one(here, line, anyio_backend):
     """Also after their connection was lost."""
     channel, heard = here.key("results").encode(), []
+    told: list[list[str]] = []
 
     def listeners():
         return here.call("PUBSUB", "SHARDNUMSUB", channel)[1]
@@ -101,6 +102,8 @@ async def test_results_are_sent_to_processes_alone_that_have_waited_for_one(here
     async with line.mailbox() as waiting, here.mailbox() as worker:
         await worker.send_many([1, 2])
         assert listeners() == 0
+        waiting.backend.notifications.results.subscribe(told.append)
+        await soon(lambda: told == [[]])
         for number in range(2):
             stop = waiting.backend.notifications.results.subscribe(heard.extend)
             await soon(lambda: listeners() == 1)
@@ -111,7 +114,7 @@ async def test_results_are_sent_to_processes_alone_that_have_waited_for_one(here
             heard.clear()
             if not number:
                 line.cut(LISTENER)
-                await soon(lambda: listeners() == 0)
+                await soon(lambda: told == [[], [message.id], []])  # noqa: B023 - as above
 
 
 # --------------------------------------------------------------------------------------------------- records that have ended

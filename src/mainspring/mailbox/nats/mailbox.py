@@ -212,7 +212,7 @@ class NatsBackend(Backend):
         self._records = Records(store, self._sends)
         self._settlements = Settlements(store, self._claims, self._records)
         recovery = Recovery(store, self._claims, self._records)
-        connection.reconnected = recovery.after_reconnect
+        connection.reconnected = partial(self._reconnected, recovery)
         scope.start_soon(recovery.run, name=f"mailbox {self.name} recovery")
         self._schedulers = []
         store.found = partial(self._start_scheduler, scope)
@@ -362,6 +362,13 @@ class NatsBackend(Backend):
             await connection.listen(self._names.to_results, self._on_result)
         except Exception:  # a wait for a result looks by itself
             self._hears_results = False
+        else:
+            self.notifications.results.publish([])
+
+    def _reconnected(self, recovery: Recovery) -> None:
+        recovery.after_reconnect()
+        if self._hears_results:
+            self.notifications.results.publish([])
 
     def _on_result(self, message: RawMessage) -> None:
         self.notifications.results.publish([message.data.decode("utf-8", "replace")])

@@ -111,7 +111,7 @@ class ListenerEvents(NamedTuple):
     cancelled: Callable[[list[str]], None]
     """With ids of messages that were cancelled."""
     results: Callable[[list[str]], None]
-    """With ids of messages that were acknowledged with a result."""
+    """With ids of messages that were acknowledged with a result; with none when it begins to hear of them."""
     claimed: Callable[[int, list[bytes], bool], None]
     """With a message that was claimed for a receive here, when, and True if that claim may have been undone."""
     leave: Callable[[Command], None]
@@ -165,6 +165,12 @@ class Subscription:
             self.reconnects += 1
         self.live, self.live_since = True, self._now()
         self._waiters.signal_all()  # messages that came meanwhile have woken no receive here
+        if self.hears_results:
+            self.began_to_hear_results()
+
+    def began_to_hear_results(self) -> None:
+        """Let the waits for results look: they have missed those until now."""
+        self._events.results([])
 
     @property
     def hears_results(self) -> bool:
@@ -343,6 +349,7 @@ class Listener:
             with suppress(*LOST, ServerError), anyio.move_on_after(self._timeout):
                 await channel.send(pack(("SSUBSCRIBE", name)))
                 await _refusal(channel, (name,))
+                subscription.began_to_hear_results()
         finally:
             await channel.close()
 
