@@ -12,6 +12,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import psycopg
@@ -90,14 +91,21 @@ def processor_seconds(pid: int) -> float:
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
-def main() -> int:
+def beside_peers(title: str = "PostgreSQL", **options: Any) -> Comparison | None:
+    """Return the comparison, or None, having said so, where there is no server."""
     try:
         renew()
     except psycopg.Error as error:
-        report(missing("PostgreSQL: no server to measure on", " ".join(str(error).split())[:120]))
+        report(missing(f"{title}: no server to measure on", " ".join(str(error).split())[:120]))
+        return None
+    return Comparison(title, url, renew, list(PEERS), **options)
+
+
+def main() -> int:
+    comparison = beside_peers()
+    if comparison is None:
         return 0
     try:
-        comparison = Comparison("PostgreSQL", url, renew, list(PEERS))
         comparison.choose_concurrency()
         comparison.report_rate("drain", 2.0)
         comparison.report_rate("drain-default", 1.5)

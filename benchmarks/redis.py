@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 import sys
+from functools import partial
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -68,15 +69,19 @@ def empty(url: str) -> None:
 REDIS = Kind("Redis", "MAINSPRING_REDIS_URL", "redis", "redis-server", _arguments, holds, empty)
 
 
+def url_of(there: str, contender: Contender) -> str:
+    return with_name(there) if contender.home is None else there.partition("?")[0]
+
+
+def beside_peers(there: str, title: str = "Redis", **options: Any) -> Comparison:
+    return Comparison(title, partial(url_of, there), lambda: empty(there), list(PEERS), **options)
+
+
 def main() -> int:
     with server(REDIS) as there:
         if there is None:
             return 0
-
-        def url(contender: Contender) -> str:
-            return with_name(there) if contender.home is None else there.partition("?")[0]
-
-        comparison = Comparison("Redis", url, lambda: empty(there), list(PEERS))
+        comparison = beside_peers(there)
         comparison.choose_concurrency()
         comparison.report_rate("drain", 3.0)
         comparison.report_rate("drain-default", 2.0)
@@ -92,7 +97,7 @@ def main() -> int:
         comparison.report_bare(bare, 0.4, "a bare pipelined loop of claims and acknowledgements of 100")
         comparison.report_flatness(1.15)
         comparison.report_memory(1.05)
-        report_redelivery("Redis", url(comparison.ours))
+        report_redelivery("Redis", url_of(there, comparison.ours))
         return 0
 
 

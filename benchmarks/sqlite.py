@@ -8,6 +8,7 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import anyio
 import apsw
@@ -271,8 +272,8 @@ def report_flatness(folder: Path) -> None:
     )  # fmt: skip
 
 
-def report_beside_huey(folder: Path) -> None:
-    """Latency under load and memory, each run in an empty folder."""
+def beside_huey(folder: Path, title: str = "SQLite", **options: Any) -> Comparison:
+    """Return the comparison, of which each run is in an empty folder."""
     home = folder / "beside"
 
     def empty() -> None:
@@ -282,7 +283,12 @@ def report_beside_huey(folder: Path) -> None:
     def url(contender: Contender) -> str:
         return f"sqlite:///{home}/bench.db?name=bench" if contender.home is None else f"{home}/bench.db"
 
-    comparison = Comparison("SQLite", url, empty, [Contender("huey", "on_huey_sqlite.py", "huey", ("huey",))])
+    return Comparison(title, url, empty, [Contender("huey", "on_huey_sqlite.py", "huey", ("huey",))], **options)
+
+
+def report_beside_huey(folder: Path) -> None:
+    """Latency under load and memory."""
+    comparison = beside_huey(folder)
     comparison.choose_concurrency()
     comparison.report_latency()
     comparison.report_tree(1.0)

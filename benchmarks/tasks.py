@@ -1,4 +1,7 @@
-"""A task's call, from its send to its end, beside a message of like content on a bare ``MainLoop``: in memory and on SQLite."""
+"""A task's call, from its send to its end, beside a message of like content on a bare ``MainLoop``: in memory and on SQLite.
+
+And a worker of ``Tasks`` at its defaults beside the peers at theirs, on SQLite, Redis and PostgreSQL.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
+import postgres
+import redis
+import sqlite
+from brokers import Comparison, Contender
 from common import BODY, beside, in_turns, microseconds, on_uvloop, quick, report
+from local_server import server
 from mainspring import LoopGroup, MainLoop, Tasks, open_mailbox
 
 if TYPE_CHECKING:
@@ -94,7 +102,22 @@ def compare(store: str, url: Callable[[str], str]) -> None:
     )
 
 
+def drain_at_defaults(comparison: Comparison) -> None:
+    comparison.report_rate("drain-default", 2.0)
+
+
 def main() -> None:
+    ours = {"ours": Contender("Mainspring", "ours_tasks.py")}
+    with tempfile.TemporaryDirectory() as folder:
+        drain_at_defaults(sqlite.beside_huey(Path(folder), "SQLite, Tasks", **ours))
+    with server(redis.REDIS) as there:
+        if there is not None:
+            drain_at_defaults(redis.beside_peers(there, "Redis, Tasks", **ours))
+    if (comparison := postgres.beside_peers("PostgreSQL, Tasks", **ours)) is not None:
+        try:
+            drain_at_defaults(comparison)
+        finally:
+            postgres.drop()
     compare("memory", lambda name: f"memory://{name}")
     with tempfile.TemporaryDirectory() as folder:
         compare("SQLite", lambda name: f"sqlite:///{Path(folder, name)}.db?name={name}")
