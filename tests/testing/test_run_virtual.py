@@ -103,7 +103,7 @@ def test_timers_fire_at_their_own_instants(run: Run) -> None:
 # ------------------------------------------------------------------------------------------------------- the schedule
 
 SCHEDULE = """
-import anyio, mainspring.core.random
+import sys, anyio, mainspring.core.random
 from mainspring.testing import run_virtual
 
 async def main():
@@ -128,16 +128,17 @@ async def main():
     return " ".join(order)
 
 if __name__ == "__main__":
-    print([run_virtual(main, seed=seed) for seed in (0, 1, 1, 2)])
+    print([run_virtual(main, seed=seed, backend=sys.argv[1]) for seed in (0, 1, 1, 2)])
 """
 
 
 @pytest.mark.slow
-def test_same_seed_same_schedule_in_any_process() -> None:
+@pytest.mark.parametrize("backend", ["trio", "asyncio"])
+def test_same_seed_same_schedule_in_any_process(backend: str) -> None:
     def run(hash_seed: str) -> list[str]:
         environment = os.environ | {"PYTHONHASHSEED": hash_seed}
         done = subprocess.run(
-            [sys.executable, "-c", SCHEDULE], env=environment, capture_output=True, text=True, check=True
+            [sys.executable, "-c", SCHEDULE, backend], env=environment, capture_output=True, text=True, check=True
         )
         return eval(done.stdout)
 
