@@ -766,3 +766,24 @@ def test_a_record_of_another_version_is_left_alone_and_said(caplog):
     with caplog.at_level(logging.ERROR, "mainspring.tasks"):
         assert len(run_virtual(run)) == 1
     assert "schedule 'strange' is left alone" in caplog.text
+
+
+@virtually
+async def test_a_loop_that_takes_no_more_work_sends_no_more_ticks():
+    program = Program()
+
+    @program.tasks.task
+    async def long() -> None:
+        await anyio.sleep(1_000)
+
+    program.tasks.schedule(Schedule("often", program.note, every=60))
+    async with program.tasks, anyio.create_task_group() as group:
+        loop = program.tasks.loop()
+        group.start_soon(loop.run)
+        await long.send()
+        await anyio.sleep(90)
+        loop.request_shutdown()
+        await anyio.sleep(300)
+        assert loop.in_flight == 1
+        assert await program.tasks.mailbox.approximate_count() == 1  # the long one
+    assert program.ticks == [1 / 60]
