@@ -5,8 +5,8 @@ a tick by one conditional write, which moves ``next_at`` on and joins the tick's
 worker, whichever crashes, and none twice.
 
 A schedule is made at run time, or declared in code. The record of a declared one names the definitions of the worker that
-stated it last (``stated_by``) and when that worker started. Only workers with that very definition tick it. So where two
-versions of a program run beside each other, the one whose worker started last decides, and the other leaves the schedule alone.
+stated it last (``stated_by``) and when that worker started. Where two versions of a program run beside each other, the
+definition of the worker that started last holds, and the workers of both tick it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mainspring.tasks.task import Task
 from mainspring.validation import MAX_DELAY, as_seconds, is_number, is_whole
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Container, Sequence
 
     from mainspring.validation import Seconds
 
@@ -241,13 +241,11 @@ def after_ticks(state: ScheduleState, ticks: Ticks) -> ScheduleState | None:
     return replace(state, next_at=ticks.next_at)
 
 
-def is_ticked_here(state: ScheduleState, own: Definition | None, registered: Mapping[str, object]) -> bool:
-    """True if a worker ticks a schedule: one that it declares just so (``own``), or one made at run time, of a task it has."""
-    if state.paused or state.next_at is None:
+def is_ticked_here(state: ScheduleState, *, declared: bool, registered: Container[str]) -> bool:
+    """True if a worker ticks a schedule: it has the task, and declares the schedule unless that was made at run time."""
+    if state.paused or state.next_at is None or state.definition.task not in registered:
         return False
-    if state.stated_by is None:
-        return own is None and state.definition.task in registered
-    return own == state.definition
+    return declared or state.stated_by is None
 
 
 class DeclaringWorker(NamedTuple):

@@ -278,9 +278,9 @@ class Tasks:
         """Declare a schedule: it is ticked by the loops of programs that declare it, once per tick among all of them.
 
         The store remembers by its name where it stands, so that a restart or a deploy loses no tick and sends none twice. What
-        is changed in the code holds as soon as a worker starts with it; the next tick stays if the times are the same. Between
-        workers with two definitions, that of the worker which started last holds, and the others leave the schedule alone.
-        They take it over within two minutes after the last worker with that definition has gone.
+        is changed in the code holds as soon as a worker starts with it; the next tick stays if the times are the same. Where
+        workers with two definitions run, that of the worker which started last holds for all of them. When the last worker
+        with that definition has gone, the other one takes its place within two minutes.
 
         :raises ConfigError: the name is declared already, a loop runs, the mailbox keeps no records (``Capabilities.records``),
             or the task has options that mean one call: ``delay``, ``at``, ``deadline``, ``connection``.

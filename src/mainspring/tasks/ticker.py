@@ -177,21 +177,20 @@ class Ticker:
         for each in found:
             self._know(each)
 
-    def _know(self, found: StoredSchedule) -> bool:
-        """Know a schedule as it was found. Return True if it is ticked here."""
+    def _know(self, found: StoredSchedule) -> None:
+        """Know a schedule as it was found."""
         name, state, _ = found
         own = self._declared.get(name)
         self._foreign.pop(name, None)
         if own is not None and state.definition != own:
             self._foreign[name] = state.stated_by or ""
-        if not is_ticked_here(state, own, self._tasks.registered):
+        if not is_ticked_here(state, declared=own is not None, registered=self._tasks.registered):
             self._next.pop(name, None)
-            if state.stated_by is None and state.definition.task not in self._tasks.registered:
+            if (own is not None or state.stated_by is None) and state.definition.task not in self._tasks.registered:
                 self._tell(name, f"its task {state.definition.task!r} is not registered here")
-            return False
+            return
         assert state.next_at is not None
         self._look_again(name, state.next_at)
-        return True
 
     def _look_again(self, name: str, when: float) -> None:
         if self._next.get(name) != when:
@@ -287,8 +286,9 @@ class Ticker:
         """Send what is due of one schedule."""
         name, state, version = found
         now = self._wall() + EARLY
-        own = self._declared.get(name)
-        if state.next_at is None or state.next_at > now or not is_ticked_here(state, own, self._tasks.registered):
+        if (
+            name not in self._next or state.next_at is None or state.next_at > now
+        ):  # not (any more) for this worker, or now
             return
         ticks = due_ticks(state, now)
         task = self._tasks.registered[state.definition.task]
