@@ -379,7 +379,7 @@ class Backend(ABC):
 
     # --------------------------------------------------------------------------------------------------- transactions
 
-    def transaction(self, message: Message[Any, Any]) -> AbstractAsyncContextManager[Any]:
+    def transaction(self, message: Message[Any, Any], connection: Any) -> AbstractAsyncContextManager[Any]:
         """See :meth:`Mailbox.transaction`. A cancelled block is rolled back, and its message stays leased.
 
         :raises ConfigError: the backend has none (:attr:`Capabilities.transactions`).

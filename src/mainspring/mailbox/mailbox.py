@@ -7,7 +7,6 @@ It checks and encodes what users give, decodes what they receive, and keeps the 
 from __future__ import annotations
 
 import math
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from threading import get_ident
@@ -65,7 +64,8 @@ from mainspring.runtime.scope import DaemonScope
 from mainspring.validation import MAX_VISIBILITY, as_seconds, is_whole
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+    from contextlib import AbstractAsyncContextManager
     from datetime import datetime
     from types import TracebackType
     from weakref import WeakSet
@@ -703,15 +703,19 @@ class Mailbox(Generic[T, R]):
         """Return the reply to ``message``, checked and encoded, for :class:`Ack`."""
         return replies.reply_to(self, message.delivery, self._encode(self.reply_codec, body))
 
-    @asynccontextmanager
-    async def transaction(self, message: Message[Any, Any]) -> AsyncIterator[Any]:
-        """Run a transaction that ends with the block, and settles ``message``. Yield the driver's connection.
+    def transaction(self, message: Message[Any, Any], connection: Any = None) -> AbstractAsyncContextManager[Any]:
+        """Run a transaction that ends with the block, and settles ``message``. Yield its connection.
 
         The writes through the connection and the acknowledgement are committed together, or neither is. Inside the block
         ``message.reply()``, ``nack()``, ``dead_letter()`` and so on are part of the transaction; without any of them leaving
         the block acknowledges. An error out of the block rolls all back and leaves the message unsettled; so does a
         cancellation.
 
+        :param connection: the caller's own connection or session to the same database, which is yielded again. The block begins
+            a transaction on it, unless a session has begun one by itself, and commits it or rolls it back, as a whole. None: a
+            connection of the mailbox's own; the driver's.
+        :raises InvalidParameterError: the connection does not fit: another database, another kind, a transaction that the block
+            cannot end.
         :raises ConfigError: the mailbox cannot (:attr:`Capabilities.transactions`).
         :raises ReceiptHandleExpiredError: at the end: the lease was lost meanwhile; nothing was committed.
         :raises MessageSettledError: the message is settled, or in a transaction.
@@ -720,8 +724,7 @@ class Mailbox(Generic[T, R]):
         :raises MailboxConnectionError: the connection was lost. Where that was during the commit, it may have taken place.
         """
         self._check_open()
-        async with self.backend.transaction(message) as connection:
-            yield connection
+        return self.backend.transaction(message, connection)
 
     # -------------------------------------------------------------------------------------------------- looking after
 

@@ -169,7 +169,7 @@ class Context(Generic[Resources]):
             raise InvalidParameterError(f"resolve_call takes a call of ctx.unfinished_calls, not {call!r}")
         await self._kept().end(call.call if isinstance(call, ToolCallBlock) else call)
 
-    def transaction(self) -> AbstractAsyncContextManager[Any]:
+    def transaction(self, connection: Any = None) -> AbstractAsyncContextManager[Any]:
         """Return a transaction of the mailbox's database: the handler's writes and the acknowledgement commit together.
 
         ``async with ctx.transaction() as connection:`` yields the driver's connection (PostgreSQL: a psycopg
@@ -179,9 +179,12 @@ class Context(Generic[Resources]):
         ctx.message.reply(result)`` in the block commits the result with the rest. What is returned behind it is sent once,
         after the commit, and is lost if the process dies in between. The connection is async: a plain ``def`` handler has an
         ``async def`` with the block run by ``anyio.from_thread.run``.
+
+        ``async with ctx.transaction(session):`` does the same in a transaction of the handler's own session or connection to
+        that database, such as an ``AsyncSession`` of SQLAlchemy. The block begins it, if the session has not, and ends it.
         """
         message = self._delivery.message
-        return _TransactionBlock(message.mailbox.transaction(message))
+        return _TransactionBlock(message.mailbox.transaction(message, connection))
 
     async def progress(self, done: float, total: float | None = None) -> None:
         """Say how far the work is: the group's status (``/status``) shows it. Also a beat, and a point where cancellation

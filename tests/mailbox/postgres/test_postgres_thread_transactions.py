@@ -113,7 +113,9 @@ def test_what_is_no_transaction_of_its_own_is_refused(place, jobs, mailbox):
             mailbox.send("x", connection=connection)
         with connection.transaction():
             mailbox.send("y", connection=connection)
-    with pytest.raises(InvalidParameterError, match=r"sync\.send: connection must be a psycopg Connection, or"):
+    with pytest.raises(
+        InvalidParameterError, match=r"sync\.send: connection must be a psycopg or psycopg2 connection, a"
+    ):
         mailbox.send("x", connection=object())
     with psycopg.connect(place.url) as connection:
         with pytest.raises(InvalidParameterError, match=r"not async are for mailbox\.sync\.send"):

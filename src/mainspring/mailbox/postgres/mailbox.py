@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import anyio
 
@@ -43,20 +43,20 @@ from mainspring.mailbox.postgres.settings import (
 )
 from mainspring.mailbox.postgres.transactions import (
     HandlerTransactions,
-    driver_connection,
-    is_async,
     send_on,
     send_on_thread,
     send_within_capacity,
     statements_to_join,
 )
+from mainspring.mailbox.postgres.user_connections import is_async
 from mainspring.mailbox.postgres.values import Shorts, Texts, array, dead_row, portions, record_values, unfinished_row
 from mainspring.mailbox.records import Record
 from mainspring.mailbox.settings import reads_query
 from mainspring.mailbox.sync import ThreadConnection
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
+    from contextlib import AbstractAsyncContextManager
 
     import psycopg
 
@@ -66,6 +66,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 R = TypeVar("R")
+X = TypeVar("X")
 WITHIN_CAPACITY = 2
 """Sends within a capacity that are in flight at once, each with a connection: one stores, and the next has come to the server.
 Their transactions take turns there anyway."""
@@ -161,14 +162,22 @@ class PostgresMailbox(Mailbox[T, R]):
         """
         return await self.backend.migrate_schema(dry_run)
 
-    @asynccontextmanager
-    async def transaction(self, message: Message[Any, Any]) -> AsyncIterator[psycopg.AsyncConnection[Any]]:
-        """See :meth:`Mailbox.transaction`. At most 10 of a process at once; each has a connection of its own, READ COMMITTED.
+    @overload
+    def transaction(
+        self, message: Message[Any, Any], connection: None = None
+    ) -> AbstractAsyncContextManager[psycopg.AsyncConnection[Any]]: ...
 
-        Change settings of the connection by ``SET LOCAL`` only: it is used again.
+    @overload
+    def transaction(self, message: Message[Any, Any], connection: X) -> AbstractAsyncContextManager[X]: ...
+
+    def transaction(self, message: Message[Any, Any], connection: Any = None) -> AbstractAsyncContextManager[Any]:
+        """See :meth:`Mailbox.transaction`. Transactions are READ COMMITTED.
+
+        Of those without ``connection`` there are at most 10 of a process at once, each with a connection of its own. Change
+        settings of that by ``SET LOCAL`` only: it is used again. ``connection`` is a psycopg ``AsyncConnection``, an asyncpg
+        ``Connection``, or an ``AsyncConnection`` or ``AsyncSession`` of SQLAlchemy.
         """
-        async with super().transaction(message) as connection:
-            yield connection
+        return super().transaction(message, connection)
 
 
 class PostgresBackend(BatchedBackend):
@@ -415,13 +424,11 @@ class PostgresBackend(BatchedBackend):
             connection.work = partial(send_on_thread, connection.connection, steps, send)
             return [envelope.message_id for envelope in envelopes]
         given = connection.connection if isinstance(connection, ThreadConnection) else connection
-        await send_on(await driver_connection(given), steps)
+        await send_on(given, steps)
         return list(send.result)
 
-    @asynccontextmanager
-    async def transaction(self, message: Message[Any, Any]) -> AsyncIterator[psycopg.AsyncConnection[Any]]:
-        async with self._transactions.join(self._pool, message) as connection:
-            yield connection
+    def transaction(self, message: Message[Any, Any], connection: Any) -> AbstractAsyncContextManager[Any]:
+        return self._transactions.join(self._pool, self._store, message, connection)
 
     # ------------------------------------------------------------------------------------------------------ receiving
 

@@ -12,16 +12,26 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 import psycopg
-from psycopg import RawCursor
 from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
 
-from mainspring.errors import InvalidParameterError, MailboxConnectionError, MessageSettledError, TransactionEndedError
-from mainspring.mailbox.limits import full
+from mainspring.errors import InvalidParameterError, MailboxConnectionError, MessageSettledError
+from mainspring.mailbox.limits import COURTESY, full
 from mainspring.mailbox.postgres.commands import Statement, StatementBatch, call, call_text, execute
 from mainspring.mailbox.postgres.connection import BlockedError, Connection, as_mailbox_error, no_answer
 from mainspring.mailbox.postgres.dedup import blocked_error
-from mainspring.mailbox.postgres.values import Texts, array, register, stored_key
+from mainspring.mailbox.postgres.user_connections import (
+    PsycopgConnection,
+    as_psycopg,
+    driver_errors,
+    ended_inside,
+    raise_translated,
+    thread_user_connection,
+    translated_errors,
+    user_connection,
+    user_transaction,
+)
+from mainspring.mailbox.postgres.values import Texts, array, stored_key
 from mainspring.redaction import one_line
 
 if TYPE_CHECKING:
@@ -31,6 +41,7 @@ if TYPE_CHECKING:
     from mainspring.mailbox.message import Message
     from mainspring.mailbox.postgres.commands import PostgresSend
     from mainspring.mailbox.postgres.pool import SharedPool
+    from mainspring.mailbox.postgres.user_connections import UserConnection
 
 
 REMEMBERED = 1_000
@@ -104,43 +115,77 @@ class HandlerTransactions:
             del self.uncertain[next(iter(self.uncertain))]
 
     @asynccontextmanager
-    async def join(self, shared: SharedPool, message: Message[Any, Any]) -> AsyncIterator[psycopg.AsyncConnection[Any]]:
-        """Lend a connection in a transaction that ends with the block, and with which the message is settled.
+    async def join(self, shared: SharedPool, store: str, message: Message[Any, Any], given: Any) -> AsyncIterator[Any]:
+        """Run a transaction that ends with the block, and with which the message is settled.
 
-        See :meth:`Mailbox.transaction`.
+        It is one of ``given``, a connection or session of the handler's, which is yielded again; of a connection of the pool
+        if that is None. See :meth:`Mailbox.transaction`.
         """
-        handle = message.receipt_handle
+        handle, timeout = message.receipt_handle, shared.connections.timeout
         if message.is_settled or handle in self.under_way:
             raise MessageSettledError(
                 f"message {message.id}: it is already settled, or in a transaction; open one for each message"
             )
-        async with shared.transactions, AsyncExitStack() as stack:
-            try:
-                with anyio.fail_after(shared.connections.timeout):
-                    connection = await stack.enter_async_context(shared.connections.connection())
-            except TimeoutError:
-                raise no_answer(shared.connections.timeout) from None
-            this = self.under_way[handle] = HandlerTransaction(connection, shared.connections.timeout)
+        lent = _lent(shared) if given is None else _of_user(given, timeout)
+        async with lent as connection:
+            if given is not None and any(
+                one.connection.connection is connection.connection for one in self.under_way.values()
+            ):
+                raise InvalidParameterError(
+                    f"transaction: {given!r:.200} is in the transaction of another message; use one for each message"
+                )
+            this = self.under_way[handle] = HandlerTransaction(connection, timeout)
             ended = False
             try:
-                async with _transaction(connection, shared.connections.timeout):
-                    yield connection
-                    if not this.sent:
+                async with _transaction(connection, timeout):
+                    if given is not None:
+                        await this.check_user(shared.schema, store)
+                    yield connection.connection if given is None else given
+                    if this.sent:
+                        await this.check_end()
+                    else:
                         await message.acknowledge()
-                    this.check(TransactionStatus.IDLE, TransactionStatus.INERROR)
                     ended = True
             except BaseException as error:
                 ended = False
                 if this.sent and connection.closed:
                     self.mark_uncertain(handle)
-                if not (isinstance(error, psycopg.Error) and connection.closed):  # the handler's own affair
+                if not (isinstance(error, driver_errors()) and connection.closed):  # the handler's own affair
                     raise
                 raise MailboxConnectionError(f"the transaction was lost: {one_line(error)}") from error
             finally:
                 del self.under_way[handle]
-                connection.row_factory = psycopg.rows.tuple_row
                 if not ended:
                     message.settlement = None  # if it was settled, then in what was rolled back
+                    if connection.status not in (TransactionStatus.IDLE, TransactionStatus.UNKNOWN):
+                        connection.abandon()  # it could still commit
+
+
+@asynccontextmanager
+async def _lent(shared: SharedPool) -> AsyncIterator[PsycopgConnection]:
+    """Lend a connection of the pool, when it is its turn."""
+    async with shared.transactions, AsyncExitStack() as stack:
+        try:
+            with anyio.fail_after(shared.connections.timeout):
+                connection = await stack.enter_async_context(shared.connections.connection())
+        except TimeoutError:
+            raise no_answer(shared.connections.timeout) from None
+        try:
+            yield PsycopgConnection(connection)
+        finally:
+            connection.row_factory = tuple_row
+
+
+@asynccontextmanager
+async def _of_user(given: Any, timeout: float) -> AsyncIterator[UserConnection]:
+    """Yield the connection behind ``given``, with the errors that concern it."""
+    with translated_errors("transaction"):
+        try:
+            with anyio.fail_after(timeout):
+                connection = await user_transaction(given)
+        except TimeoutError:
+            raise no_answer(timeout) from None
+    yield connection
 
 
 class HandlerTransaction:
@@ -151,7 +196,7 @@ class HandlerTransaction:
 
     __slots__ = ("_timeout", "connection", "sent", "settled")
 
-    def __init__(self, connection: psycopg.AsyncConnection[Any], timeout: float) -> None:
+    def __init__(self, connection: UserConnection, timeout: float) -> None:
         self.connection = connection
         self.sent = False
         self.settled = False
@@ -159,20 +204,39 @@ class HandlerTransaction:
 
     async def settle(self, calls: StatementBatch, command: OfDelivery) -> None:
         """Settle in the transaction. Raise the error of the command, or if the block has ended the transaction."""
-        self.check(TransactionStatus.IDLE, TransactionStatus.INERROR)
+        self._check_status()
         self.sent = True
-        try:
-            with step(self.connection, self._timeout, "to the settlement in the transaction, which is given up"):
-                for each in calls.build([command]):
-                    each.take(await execute(self.connection, each))
-        except psycopg.Error as error:
-            if self.connection.closed:  # `join` raises what that means
-                raise
-            raise as_mailbox_error(error) from error
+        await self._execute(calls.build([command]), "to the settlement in the transaction, which is given up")
         if command.error is not None:
             self.sent = False
             raise command.error
         self.settled = True
+
+    async def check_user(self, schema: str, store: str) -> None:
+        """Raise :class:`InvalidParameterError` unless the message can be settled on the connection, which is the user's own.
+
+        A renewal changes the message's row meanwhile. At a higher isolation level no settlement could follow.
+        """
+        levels: list[tuple[Any, ...]] = []
+        text = f"SELECT current_setting('transaction_isolation') FROM {schema}.check_store($1)"  # noqa: S608 - a checked name
+        await self._execute([Statement(text.encode(), (store,), levels.extend)], "in the transaction")
+        if levels[0][0] != "read committed":
+            raise InvalidParameterError(
+                f"transaction: the isolation level of the connection is {levels[0][0]}, at which a renewal of the lease would"
+                " end the transaction; use READ COMMITTED"
+            )
+
+    async def _execute(self, statements: list[Statement], what: str) -> None:
+        try:
+            with step(self.connection, self._timeout, what):
+                for each in statements:
+                    each.take(await self.connection.execute(each))
+        except driver_errors() as error:
+            if self.connection.closed:  # `join` raises what that means
+                raise
+            if isinstance(self.connection.connection, Connection):
+                raise as_mailbox_error(as_psycopg(error)) from error
+            raise_translated(error, "transaction")
 
     def check_renewal(self) -> None:
         """Raise :class:`MailboxConnectionError` while it is not known whether the lease is still needed.
@@ -182,27 +246,27 @@ class HandlerTransaction:
         if self.sent and not self.settled:
             raise MailboxConnectionError("the settlement in its transaction has not been answered yet")
 
-    def check(self, *ended: TransactionStatus) -> None:
-        """Raise :class:`TransactionEndedError` in one of these states, in which a COMMIT would not commit what the block did.
+    async def check_end(self) -> None:
+        """Raise :class:`TransactionEndedError` if a COMMIT would not commit what the block did."""
+        self._check_status()
+        with step(self.connection, self._timeout, "in the transaction"):
+            if await self.connection.is_failed():
+                raise ended_inside()
 
-        The driver knows them without asking the server.
-        """
-        if self.connection.info.transaction_status in ended:
-            raise TransactionEndedError(
-                "ctx.transaction(): its transaction was ended, or has failed, inside the block, so that nothing can commit"
-                " together with the settlement; leave COMMIT and ROLLBACK to the block, and let errors of statements out of it"
-            )
+    def _check_status(self) -> None:
+        if self.connection.status in (TransactionStatus.IDLE, TransactionStatus.INERROR):
+            raise ended_inside()
 
 
 @asynccontextmanager
-async def _transaction(connection: psycopg.AsyncConnection[Any], timeout: float) -> AsyncIterator[None]:
+async def _transaction(connection: UserConnection, timeout: float) -> AsyncIterator[None]:
     """Run the driver's transaction with a time limit on BEGIN, COMMIT and ROLLBACK, and none on the block."""
     transaction = connection.transaction()
     try:
         with step(connection, timeout, "to BEGIN"):
             await transaction.__aenter__()
-    except psycopg.Error as error:
-        raise as_mailbox_error(error) from error
+    except driver_errors() as error:
+        raise as_mailbox_error(as_psycopg(error)) from error
     try:
         yield
     except Exception as error:
@@ -210,12 +274,16 @@ async def _transaction(connection: psycopg.AsyncConnection[Any], timeout: float)
             if await transaction.__aexit__(type(error), error, error.__traceback__):
                 return
         raise
+    except BaseException as error:
+        if not isinstance(connection.connection, Connection):  # which is closed at once
+            await _roll_back_cancelled(connection, transaction, error)
+        raise
     try:
         with step(connection, timeout, f"to COMMIT, {UNCERTAIN}"):
             await transaction.__aexit__(None, None, None)
-    except psycopg.Error as error:
+    except driver_errors() as error:
         if not connection.closed:
-            refused = as_mailbox_error(error)
+            refused = as_mailbox_error(as_psycopg(error))
             if isinstance(refused, MailboxConnectionError):
                 raise refused from error
             raise  # a constraint that is looked at only now: the handler's own affair
@@ -224,22 +292,36 @@ async def _transaction(connection: psycopg.AsyncConnection[Any], timeout: float)
         ) from error
 
 
+async def _roll_back_cancelled(connection: UserConnection, transaction: Any, error: BaseException) -> None:
+    """Roll back on a connection that the user goes on with, although its block was cancelled; close it if that takes long."""
+    done = False
+    with anyio.move_on_after(COURTESY, shield=True), suppress(*driver_errors()):
+        await transaction.__aexit__(type(error), error, error.__traceback__)
+        done = True
+    if not done:
+        connection.abandon()
+
+
 @contextmanager
-def step(connection: psycopg.AsyncConnection[Any], timeout: float, what: str) -> Iterator[None]:
+def step(connection: UserConnection, timeout: float, what: str) -> Iterator[None]:
     """Limit the time of what the mailbox itself does in a transaction. Out of time or cancelled, close the connection at once.
 
     So a worker that has lost its lease meanwhile does not wait for a server that is gone. What is not committed is rolled back
     when the server sees that the connection is closed.
     """
     try:
-        with anyio.fail_after(timeout), expendable(connection):
+        with anyio.fail_after(timeout), expendable(connection.connection):
             yield
     except TimeoutError:
+        connection.abandon()
         raise no_answer(timeout, f" {what}") from None
+    except anyio.get_cancelled_exc_class():
+        connection.abandon()
+        raise
 
 
 @contextmanager
-def expendable(connection: psycopg.AsyncConnection[Any]) -> Iterator[None]:
+def expendable(connection: Any) -> Iterator[None]:
     """Let a cancellation in the block close the connection at once; the server rolls back when it sees that."""
     if isinstance(connection, Connection):
         connection.is_expendable = True
@@ -248,54 +330,6 @@ def expendable(connection: psycopg.AsyncConnection[Any]) -> Iterator[None]:
     finally:
         if isinstance(connection, Connection):
             connection.is_expendable = False
-
-
-WRONG_STORE = "MS001"
-_NO_STORE = (psycopg.errors.InvalidSchemaName, psycopg.errors.UndefinedFunction)
-
-
-def is_async(given: Any) -> bool:
-    """True if ``given`` is a connection, or a session, of async code."""
-    return isinstance(given, psycopg.AsyncConnection) or hasattr(given, "sync_session") or hasattr(given, "sync_engine")
-
-
-async def driver_connection(given: Any) -> psycopg.AsyncConnection[Any]:
-    """Return the psycopg connection behind ``given``, which may be SQLAlchemy's connection or session, in a transaction.
-
-    Raise :class:`InvalidParameterError` if there is none, or if every statement on it commits by itself.
-    """
-    connection = given
-    if hasattr(connection, "sync_session"):  # SQLAlchemy's AsyncSession, which begins a transaction with this
-        connection = await connection.connection()
-    if hasattr(connection, "get_raw_connection"):  # SQLAlchemy's AsyncConnection
-        if not connection.in_transaction():
-            await connection.begin()
-        connection = (await connection.get_raw_connection()).driver_connection
-    if not isinstance(connection, psycopg.AsyncConnection):
-        raise InvalidParameterError(
-            "send: connection must be a psycopg AsyncConnection, or an AsyncConnection or AsyncSession of SQLAlchemy on"
-            f" psycopg (postgresql+psycopg://), not {given!r}; those that are not async are for mailbox.sync.send()"
-        )
-    _check_transaction(connection)
-    return connection
-
-
-def thread_connection(given: Any) -> psycopg.Connection[Any]:
-    """Return the same for a connection, or a session, that is not async."""
-    connection = given
-    if callable(getattr(connection, "connection", None)):  # SQLAlchemy's Session, which begins a transaction with this
-        connection = connection.connection()
-    if hasattr(connection, "in_transaction") and hasattr(connection, "connection"):  # SQLAlchemy's Connection
-        if not connection.in_transaction():
-            connection.begin()
-        connection = connection.connection.driver_connection
-    if not isinstance(connection, psycopg.Connection):
-        raise InvalidParameterError(
-            "sync.send: connection must be a psycopg Connection, or a Connection or Session of SQLAlchemy on psycopg"
-            f" (postgresql+psycopg://), not {given!r}"
-        )
-    _check_transaction(connection)
-    return connection
 
 
 def statements_to_join(schema: str, store: str, batch: StatementBatch, send: PostgresSend) -> Iterator[Statement]:
@@ -314,50 +348,18 @@ def statements_to_join(schema: str, store: str, batch: StatementBatch, send: Pos
     yield Statement(b"SELECT pg_notify($1, $2)", (schema, word))
 
 
-async def send_on(connection: psycopg.AsyncConnection[Any], steps: Iterator[Statement]) -> None:
-    """Execute the statements in the transaction of ``connection``."""
-    with _translated_errors():
+async def send_on(given: Any, steps: Iterator[Statement]) -> None:
+    """Execute the statements in the transaction of the sender's connection."""
+    with translated_errors("send"):
+        connection = await user_connection(given)
         for each in steps:
-            each.take(await execute(connection, each))
+            each.take(await connection.execute(each))
 
 
 def send_on_thread(given: Any, steps: Iterator[Statement], send: PostgresSend) -> list[str]:
     """Execute the statements in the transaction of the calling thread's connection. Return the ids."""
-    connection = thread_connection(given)
-    with _translated_errors():
+    with translated_errors("send"):
+        connection = thread_user_connection(given)
         for each in steps:
-            cursor = RawCursor(connection, row_factory=tuple_row)
-            register(cursor.adapters)
-            cursor.execute(each.text, each.values, binary=True)
-            each.take(cursor.fetchall())
+            each.take(connection.execute(each))
     return list(send.result)
-
-
-@contextmanager
-def _translated_errors() -> Iterator[None]:
-    try:
-        yield
-    except UnicodeEncodeError as error:
-        raise InvalidParameterError(
-            f"send: {error.object!r} cannot be said in the client_encoding of the connection; set that to UTF8"
-        ) from None
-    except psycopg.Error as error:
-        if error.sqlstate == WRONG_STORE:
-            raise InvalidParameterError(f"send: {one_line(error)}") from None
-        if isinstance(error, _NO_STORE):  # the mailbox's own database has it: it was opened there
-            raise InvalidParameterError(
-                f"send: the connection is not to the database of the mailbox ({one_line(error)})"
-            ) from None
-        if isinstance(error, psycopg.errors.ReadOnlySqlTransaction):
-            raise InvalidParameterError(
-                f"send: the transaction of the connection may not write ({one_line(error)}); send in one that may"
-            ) from None
-        raise as_mailbox_error(error) from error
-
-
-def _check_transaction(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> None:
-    if connection.autocommit and connection.pgconn.transaction_status == TransactionStatus.IDLE:
-        raise InvalidParameterError(
-            "send: the connection is in autocommit and in no transaction, so there is nothing that the message could join;"
-            " send inside of a transaction (psycopg: in the block of connection.transaction()), or without connection="
-        )

@@ -129,6 +129,33 @@ def _parts(packed: bytes) -> Iterator[bytes | None]:
         place += max(length, 0)
 
 
+def elements(packed: Packed) -> list[Any]:
+    """Return the elements of a packed array, for a driver that packs arrays itself."""
+    form = _ARRAYS[type(packed)][2]
+    if form:
+        return [None if raw is None else unpack_from("!" + form[1], raw)[0] for raw in _parts(packed)]
+    if isinstance(packed, Texts):
+        return [None if raw is None else raw.decode() for raw in _parts(packed)]
+    return list(_parts(packed))
+
+
+def literal(value: Any) -> str | None:
+    """Return a parameter as PostgreSQL reads it from a text of any type; None for NULL."""
+    if value is None:
+        return None
+    if isinstance(value, Packed):
+        return "{" + ",".join(map(_element, elements(value))) + "}"
+    return "\\x" + value.hex() if isinstance(value, bytes) else str(value)
+
+
+def _element(value: Any) -> str:
+    text = literal(value)
+    if text is None:
+        return "NULL"
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
 _DUMPERS = {
     kind: type(f"_{kind.__name__}Dumper", (BytesBinaryDumper,), {"oid": oid}) for kind, (oid, *_) in _ARRAYS.items()
 }
