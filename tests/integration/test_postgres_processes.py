@@ -136,19 +136,30 @@ async def test_what_was_sent_survives_the_servers_kill(server):
     assert len(found) == len(set(found))
 
 
-async def test_the_example_of_the_how_to(postgres_url, tmp_path):
-    """The page's program, as it stands there."""
+@pytest.mark.parametrize(
+    ("name", "needs", "prints"),
+    [
+        ("orders.py", "psycopg", "shipped 1 times\n"),
+        ("shop.py", "asyncpg", "shipped 1 times\n"),
+        ("plain_shop.py", "psycopg2", "1 order, 1 message\n"),
+        ("asyncpg_shop.py", "asyncpg", "shipped 1 times\n"),
+        ("django_shop.py", "django", "2 calls\n"),
+    ],
+)
+async def test_the_examples_of_the_how_to(postgres_url, tmp_path, name, needs, prints):
+    """The page's programs, as they stand there."""
+    pytest.importorskip(needs, reason=f"{needs} is not installed")
     page = Path(__file__).parents[2] / "docs" / "how-to" / "postgres.md"
-    program = page.read_text(encoding="utf-8").partition('```python title="orders.py"\n')[2].partition("```")[0]
-    (tmp_path / "orders.py").write_text(program)
+    program = page.read_text(encoding="utf-8").partition(f'```python title="{name}"\n')[2].partition("```")[0]
+    (tmp_path / name).write_text(program)
     schema = new_schema()
     try:
         ran = await anyio.run_process(
-            [sys.executable, "orders.py"],
+            [sys.executable, name],
             cwd=tmp_path,
             env={**os.environ, "DATABASE_URL": f"{postgres_url}?schema={schema}"},
             check=False,
         )
     finally:
         drop_schema(postgres_url, schema)
-    assert (ran.returncode, ran.stdout) == (0, b"shipped 1 times\n"), ran.stderr.decode()
+    assert (ran.returncode, ran.stdout.decode()) == (0, prints), ran.stderr.decode()
