@@ -239,6 +239,52 @@ async def test_a_transaction_yields_the_stand_in_and_settles_at_its_end(virtual_
             assert await orders.dead_letters() == []
 
 
+class FakeSession(FakeConnection):
+    async def commit(self) -> None:
+        self.executed.append("commit")
+
+    async def rollback(self) -> None:
+        self.executed.append("rollback")
+
+
+class FakeDriver(FakeConnection):
+    @asynccontextmanager
+    async def transaction(self) -> AsyncIterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.executed.append("rollback")
+            raise
+        self.executed.append("commit")
+
+
+@pytest.mark.parametrize(
+    ("kind", "ends"),
+    [(FakeSession, ["rollback", "commit"]), (FakeDriver, ["rollback", "commit"]), (FakeConnection, [])],
+)
+async def test_a_session_of_the_handlers_own_is_yielded_and_ended(
+    virtual_clock: Any, kind: type[FakeConnection], ends: list[str]
+) -> None:
+    orders, audit = (open_mailbox(url(POSTGRES, name), body=int) for name in ("orders", "audit"))
+    session = kind()
+
+    async def handle(number: int, ctx: Context) -> None:
+        async with ctx.transaction(session) as given:
+            assert given is session
+            await audit.send(number, connection=session)
+            if ctx.attempt == 1:
+                raise ConnectionError("after the send")
+
+    group = LoopGroup([MainLoop(orders, handle, retry=RetryPolicy(1))])
+    with override(group, audit):
+        async with orders, audit:
+            await orders.send(7)
+            await run(group)
+            assert session.executed == ends
+            assert await audit.approximate_count() == 1
+            assert (await orders.counts()).settled == 1
+
+
 async def test_what_the_block_settles_counts_at_its_end(virtual_clock: Any) -> None:
     orders = open_mailbox(url(POSTGRES, "orders"), body=int)
     with override(orders, connection="stand-in"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -38,8 +38,9 @@ def override(*targets: LoopGroup | Tasks | MainLoop | Mailbox[Any, Any], connect
 
     :param connection: what ``ctx.transaction()`` yields, in the place of the driver's connection, for a mailbox with
         ``Capabilities.transactions``. The message is settled as the block ends, and calls that were sent with this connection
-        appear then; an error takes both back. Writes through it are the stand-in's affair. A message that is sent with any
-        other connection appears at once, as its COMMIT is not seen.
+        appear then; an error takes both back. Writes through it are the stand-in's affair. ``ctx.transaction(session)`` yields
+        that session, and commits it or rolls it back by its own methods, if it has them. A message that is sent with any other
+        connection appears at once, as its COMMIT is not seen.
     :raises ConfigError: a target is none of these. Or a mailbox is open as the block begins, or at its end.
     """
     mailboxes = _mailboxes_of(targets)
@@ -157,13 +158,13 @@ class StandIn(MemoryBackend):
         return [envelope.message_id for envelope in envelopes]
 
     @asynccontextmanager
-    async def transaction(self, message: Message[Any, Any]) -> AsyncIterator[Any]:
+    async def transaction(self, message: Message[Any, Any], connection: Any) -> AsyncIterator[Any]:
         if not self.capabilities.transactions:
-            async with super().transaction(message) as connection:
-                yield connection
+            async with super().transaction(message, connection) as given:
+                yield given
             return
-        connection = self._stands_for.connection
-        if connection is None:
+        given = self._stands_for.connection if connection is None else connection
+        if given is None:
             raise ConfigError(
                 f"mailbox {self.name!r} is in memory: say what ctx.transaction() is to yield, by override(…, connection=…)"
             )
@@ -172,13 +173,14 @@ class StandIn(MemoryBackend):
             raise MessageSettledError(
                 f"message {message.id}: it is already settled, or in a transaction; open one for each message"
             )
-        this = self._under_way[handle] = _StandInTransaction(connection)
+        this = self._under_way[handle] = _StandInTransaction(given)
         token = _current.set(this)
         ended = False
         try:
-            yield connection
-            if this.settlement is None:
-                await message.acknowledge()
+            async with nullcontext() if connection is None else _committed(given):
+                yield given
+                if this.settlement is None:
+                    await message.acknowledge()
             del self._under_way[handle]
             assert this.settlement is not None
             await super().settle(message.delivery, this.settlement)
@@ -204,6 +206,23 @@ class StandIn(MemoryBackend):
         if not any(delivery.receipt_handle in self._under_way for delivery in deliveries):
             return await super().acknowledge_many(deliveries)
         return await super(MemoryBackend, self).acknowledge_many(deliveries)
+
+
+@asynccontextmanager
+async def _committed(given: Any) -> AsyncIterator[None]:
+    """Run the block in a transaction of a connection or session; in none, if it is a stand-in that has no such methods."""
+    if hasattr(given, "transaction"):  # asyncpg, psycopg
+        async with given.transaction():
+            yield
+        return
+    try:
+        yield
+    except BaseException:
+        if hasattr(given, "rollback"):
+            await given.rollback()
+        raise
+    if hasattr(given, "commit"):
+        await given.commit()
 
 
 class _StandInTransaction:
