@@ -249,7 +249,7 @@ class FakeSession(FakeConnection):
 
 class FakeDriver(FakeConnection):
     @asynccontextmanager
-    async def transaction(self) -> AsyncIterator[None]:
+    async def transaction(self) -> Any:
         try:
             yield
         except BaseException:
