@@ -21,6 +21,7 @@ import pytest
 from mainspring import Context, InMemoryMailbox, LoopGroup, MainLoop, OffloadPool, open_mailbox
 from mainspring.errors import ConfigError
 from mainspring.testing import DeadlockError, VirtualClock, run_virtual
+from mainspring.testing.asyncio_time import AsyncioTime
 
 Main = Callable[[], Coroutine[Any, Any, Any]]
 run = partial(run_virtual, backend="asyncio")
@@ -280,6 +281,34 @@ def test_threads_that_have_nothing_to_do_with_a_future_do_not_hold_it() -> None:
         timer.join()
 
     run(main)
+
+
+def test_a_thread_that_ends_just_before_a_jump_is_heard_first() -> None:
+    class EndsNow(AsyncioTime):
+        """Its real work ends at the very moment when it is looked for."""
+
+        waiting: asyncio.Future[None] | None = None
+
+        def real_work(self, main: Any) -> str | None:
+            if self.waiting is not None:
+                future, self.waiting = self.waiting, None
+                ending = partial(future.get_loop().call_soon_threadsafe, future.set_result, None)
+                thread = threading.Thread(target=ending)
+                thread.start()
+                thread.join()
+            return None
+
+    virtual = EndsNow(can_leave=True)
+
+    async def main() -> None:
+        other = asyncio.create_task(asyncio.sleep(3600))
+        await asyncio.sleep(1)
+        virtual.waiting = asyncio.get_running_loop().create_future()
+        await virtual.waiting
+        assert VirtualClock().now == 1
+        await other
+
+    anyio.run(virtual.judge.watch, main, backend_options=virtual.options)
 
 
 def test_aiosqlite_and_sqlalchemy_hold_it(tmp_path: Any) -> None:

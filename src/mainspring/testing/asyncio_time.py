@@ -203,6 +203,7 @@ class AsyncioTime(VirtualTime):
         self.judge = IdleJudge(self, can_leave=can_leave)
         self._random = Random(0)  # noqa: S311 - reproducibility is the point
         self._timeout: float | None = None
+        self._events: list[Any] = []
 
     def _make_loop(self) -> AbstractEventLoop:
         return VirtualLoop(self.clock, self._idle)
@@ -218,7 +219,7 @@ class AsyncioTime(VirtualTime):
 
     def _idle(self, timeout: float | None) -> list[Any]:
         """Ask the judge: all tasks are blocked and no I/O is ready. ``timeout`` is how long asyncio would wait."""
-        self._timeout = timeout
+        self._timeout, self._events = timeout, []
         if self._loop.settle():
             return []
         waited, look_again = 0.0, LOOK_AGAIN
@@ -230,7 +231,7 @@ class AsyncioTime(VirtualTime):
                 self.judge.idle(waited=True)
                 break
             waited, look_again = waited + look_again, min(2 * look_again, LOOK_AGAIN_MAX)
-        return []
+        return self._events
 
     def until_next(self) -> float:
         when = next_timer(self._loop)
@@ -239,6 +240,9 @@ class AsyncioTime(VirtualTime):
         return when - self.clock.current_time()
 
     def advance_to_next(self) -> None:
+        self._events = self._loop.selector.block(0)
+        if self._events:  # of a thread that has ended its work, and itself, since the last look at the selector
+            return
         when = next_timer(self._loop)
         self.clock.move_to(self.clock.current_time() + self.until_next() if when is None else when)
         shuffle_next(self._loop, self._random)
