@@ -16,6 +16,7 @@ from mainspring import (
     InMemoryMailbox,
     JobState,
     LoopGroup,
+    ReplyError,
     RequestCancelledError,
     RequestFailedError,
     RequestTimeoutError,
@@ -26,6 +27,7 @@ from mainspring import (
 )
 from mainspring.errors import ConfigError, InvalidParameterError, JobNotFoundError, SerializationError
 from mainspring.mailbox.message import Counts
+from mainspring.mailbox.records import RecordWrite
 from mainspring.testing import run_virtual
 from stores import KINDS, on
 
@@ -185,6 +187,69 @@ def test_a_part_that_comes_again_after_it_was_recorded_is_not_run_again():
             await anyio.sleep(1)
             assert (await tasks.mailbox.counts()).settled == 4
         assert ran == [1, 2]
+
+    run_virtual(main)
+
+
+def test_a_recorded_part_whose_result_is_kept_too_is_done_when_it_comes_again():
+    async def main():
+        tasks = Tasks(InMemoryMailbox())
+
+        @tasks.task(result_ttl=60)
+        async def work(number: int) -> int:
+            return number + 1
+
+        async with group_of(tasks):
+            job = await chain(work.s(1), work.s()).send()
+            assert await job.result() == 3
+            backend = tasks.mailbox.backend
+            await backend.write_record(
+                RecordWrite("chain calls", f"{job.id}/0/0000000", b"[]")
+            )  # the worker died before
+            await tasks.mailbox.send(work.s(1), headers={"chain": f"{job.id}/0/0", "result_ttl": "60"})
+            await anyio.sleep(1)
+            assert await tasks.mailbox.counts() == Counts(settled=3)
+            assert await backend.list_records("chain calls", 10, None) == []
+
+    run_virtual(main)
+
+
+def test_a_reply_error_gives_a_part_up():
+    async def main():
+        tasks = Tasks(InMemoryMailbox())
+
+        @tasks.task
+        async def find(name: str) -> str:
+            raise ReplyError(f"no {name}")
+
+        async with group_of(tasks):
+            job = await chain(find.s("ann"), find.s()).send()
+            with pytest.raises(RequestFailedError, match="stage 0 is dead: Reject: no ann"):
+                await job.result(timeout=60)
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("how", ["cancelled", "purged"])
+def test_a_chain_whose_part_is_gone_is_not_waited_for(how):
+    async def main():
+        tasks = Tasks(InMemoryMailbox())
+
+        @tasks.task
+        async def work(number: int) -> int:
+            return number
+
+        async with tasks:
+            job = await work.map(range(3), then=work.s(5)).send()
+            part = f"{job.id}-0-1"
+            _ = await tasks.job(part).cancel() if how == "cancelled" else await tasks.mailbox.purge()
+            status = await job.status()
+            assert (status.state, status.stage, status.parts_done) == (JobState.CANCELLED, 0, 0)
+            with pytest.raises(RequestCancelledError, match=rf"of stage 0, {job.id}-0-\d.* cancelled or purged"):
+                await job.result(timeout=60)
+            assert await job.cancel()
+            assert await tasks.mailbox.counts() == Counts(settled=3)
+            assert await tasks.mailbox.backend.list_records("chain calls", 10, None) == []
 
     run_virtual(main)
 

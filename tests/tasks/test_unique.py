@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from mainspring import DeadLetterPolicy, InMemoryMailbox, LoopGroup, RetryPolicy, Tasks
 from mainspring.errors import ConfigError, InvalidParameterError
 from mainspring.mailbox.message import Counts
+from mainspring.mailbox.records import RecordWrite
 from mainspring.testing import VirtualClock, run_virtual
 from stores import KINDS, on
 
@@ -206,6 +207,30 @@ def test_an_update_while_the_function_runs_is_run_afterwards():
             await until_done(tasks.mailbox, 60)
         assert runs == [1, 2]
         assert await tasks.mailbox.counts() == Counts(settled=1)
+
+    run_virtual(main)
+
+
+def test_a_call_that_has_run_is_done_when_it_comes_again():
+    """As after a worker that died when it had deleted the record, and before it had acknowledged."""
+
+    async def main():
+        tasks = Tasks(InMemoryMailbox())
+        runs = []
+
+        @tasks.task(debounce=1, result_ttl=60)
+        async def index(version: int) -> int:
+            runs.append(version)
+            return version
+
+        async with tasks:
+            await index.send(1)
+            (record,) = await tasks.mailbox.backend.list_records("debounce", 10, None)
+            await tasks.mailbox.backend.write_record(RecordWrite(record.kind, record.key, None))
+            async with group_of(tasks):
+                await until_done(tasks.mailbox)
+            assert runs == []
+            assert await tasks.mailbox.counts() == Counts(settled=1)
 
     run_virtual(main)
 

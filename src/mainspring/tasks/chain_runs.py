@@ -12,6 +12,8 @@ import anyio
 from mainspring.errors import (
     ConfigError,
     JobNotFoundError,
+    Reject,
+    ReplyError,
     RequestCancelledError,
     RequestFailedError,
     RequestTimeoutError,
@@ -36,6 +38,7 @@ from mainspring.tasks.chain_state import (
     pages_of,
     part_key,
 )
+from mainspring.worker.delivery import ALREADY_DONE
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -116,17 +119,23 @@ def chain_step(task: Task[..., Any]) -> Callable[[Message[Any, Any], Callable[[]
         backend = mailbox.backend
         state = await _state_of(backend, place.chain_id)
         if state is None or not state.awaits(place):
-            return None
+            if state is not None and state.is_past(place.stage):
+                await _forget(backend, state, place.stage)  # a worker may have died before it had
+            return ALREADY_DONE
         key, raw = part_key(place.chain_id, place.stage, place.part), None
         for part in await backend.find_records(PART, [key]) if state.is_many else ():
             raw = part.value
-        result = None
         if raw is None:
-            result = await call()
+            try:
+                result = await call()
+            except ReplyError as error:  # acknowledged, the part would leave its chain waiting for ever
+                raise Reject(str(error)) from error
             raw = task.encode_result(result)
             check_size("the result of a part of a chain", raw)
             if state.is_many:
                 await backend.write_record(RecordWrite(PART, key, raw, CHAIN_LIFE))
+        else:
+            result = task.result_codec.decode(raw)
         await _record(mailbox.backend, place, raw)
         return result
 
@@ -140,13 +149,18 @@ async def _record(backend: Backend, place: Place, raw: bytes) -> None:
         if state is None or not state.awaits(place):
             return
         after = state.with_done(place.part)
-        finished = None
-        if after.is_stage_done:
-            finished = after.stage
-            after = after.next_stage(await _results(backend, state, place, raw) if state.is_many else raw)
+        finished = after.stage if after.is_stage_done else None
         envelopes: list[Envelope] = []
-        if after.state != DONE:
-            after, envelopes = await _sending(after, _StoredPages(backend))
+        try:
+            if after.is_stage_done:
+                after = after.next_stage(await _results(backend, state, place, raw) if state.is_many else raw)
+            if after.state != DONE:
+                after, envelopes = await _sending(after, _StoredPages(backend))
+        except JobNotFoundError:  # right if the stage has ended meanwhile, or the chain was cancelled
+            now = await _state_of(backend, place.chain_id)
+            if now is not None and now.version == state.version:
+                raise
+            continue
         if await backend.write_record(after.write(), envelopes) is not None:
             if after.state == DONE:
                 backend.notifications.results.publish([place.chain_id])
@@ -193,7 +207,8 @@ class ChainStatus:
 
     id: str
     state: JobState
-    """RUNNING, DONE, CANCELLED, or DEAD: a part is among the dead letters, and the chain waits until it is replayed."""
+    """RUNNING, DONE, CANCELLED, or DEAD: a part is among the dead letters, and the chain waits until it is replayed. CANCELLED,
+    too, if the message of a part was cancelled or purged by itself: the chain cannot end."""
     stage: int
     """The number of the stage that is under way, or was the last, from 0."""
     stages: int
@@ -201,7 +216,7 @@ class ChainStatus:
     """How many parts that stage has."""
     parts_done: int
     last_error: str | None = None
-    """Why a part is dead."""
+    """Why a part is dead, or which one is gone."""
     last_error_type: str | None = None
 
 
@@ -244,9 +259,20 @@ class ChainJob:
         )
         if status.state is not JobState.RUNNING:
             return status
-        for _, dead, _ in await backend.find_dead_letters([place.message_id for place in state.under_way]):
-            return replace(status, state=JobState.DEAD, last_error=dead.error, last_error_type=dead.error_type)
-        return status
+        under_way = {place.message_id for place in state.under_way}
+        for _ in range(2):  # a dead letter may have been replayed between two looks
+            gone = under_way
+            if backend.capabilities.lookup:
+                gone = under_way - {found.message.message_id for found in await backend.find(sorted(under_way))}
+            for _, dead, _ in await backend.find_dead_letters(sorted(gone)):
+                return replace(status, state=JobState.DEAD, last_error=dead.error, last_error_type=dead.error_type)
+            if not gone or not backend.capabilities.lookup:
+                return status
+        if (again := await self._state()).version != state.version:  # they have been recorded meanwhile
+            return replace(status, stage=again.stage, parts=again.parts, parts_done=again.done.bit_count())
+        more = f" and {len(gone) - 1} more" if len(gone) > 1 else ""
+        why = f"of stage {state.stage}, {min(gone)}{more} cancelled or purged"
+        return replace(status, state=JobState.CANCELLED, last_error=why)
 
     async def result(self, *, timeout: float | None = None) -> Any:
         """Wait until it is done, and return what its last call returned, or the list of what its parts did.
@@ -256,7 +282,7 @@ class ChainJob:
         :param timeout: seconds to wait; None: as long as the chain takes.
         :raises RequestTimeoutError: it is not done yet.
         :raises RequestFailedError: a part of it is among the dead letters.
-        :raises RequestCancelledError: it was cancelled.
+        :raises RequestCancelledError: it was cancelled, or a part of it was, or was purged.
         """
         if timeout is not None:
             check_seconds("result: timeout", timeout, math.inf)
@@ -269,7 +295,8 @@ class ChainJob:
             while (status := await self.status()).state is JobState.RUNNING:
                 await end.wait(LOOK_EVERY)
         if status.state is JobState.CANCELLED:
-            raise RequestCancelledError(f"chain {self.id} was cancelled")
+            why = f": {status.last_error}" if status.last_error else ""
+            raise RequestCancelledError(f"chain {self.id} was cancelled{why}")
         if status.state is JobState.DEAD:
             error, kind = status.last_error or "", status.last_error_type or ""
             text = f"chain {self.id}: a part of stage {status.stage} is dead: {kind}: {error}"
@@ -292,6 +319,8 @@ class ChainJob:
                 break
         for place in state.under_way:
             await mailbox.cancel(place.message_id)
+        for stage in range(state.stage, len(state.stages)):
+            await _forget(mailbox.backend, state, stage)
         mailbox.backend.notifications.results.publish([self.id])
         return state.state != CANCELLED
 

@@ -198,6 +198,10 @@ class ChainState:
         """True if the part is still to be recorded as done."""
         return self.state == RUNNING and self.stage == place.stage and not self.done >> place.part & 1
 
+    def is_past(self, stage: int) -> bool:
+        """True if no part of the stage is awaited any more."""
+        return self.state != RUNNING or self.stage > stage
+
     def with_done(self, part: int) -> ChainState:
         """Return the state with a part of the present stage done."""
         return replace(self, done=self.done | 1 << part)

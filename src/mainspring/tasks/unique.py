@@ -23,6 +23,7 @@ from mainspring.mailbox.limits import check_seconds, check_text
 from mainspring.mailbox.message import MessagePlace
 from mainspring.mailbox.records import RecordWrite, check_size
 from mainspring.validation import MAX_DELAY, Seconds, as_seconds
+from mainspring.worker.delivery import ALREADY_DONE
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -225,7 +226,7 @@ def latest_call(task: Task[..., Any]) -> Callable[[Message[Any, Any], Callable[[
             return await call()
         latest = await _latest(mailbox.backend, key)
         if latest is None or latest.message_id != message.id:
-            return None  # it has run, and its worker died before it was acknowledged
+            return ALREADY_DONE  # its worker died before it was acknowledged
         early = latest.due - clock.utc_now().timestamp()
         if early > 0:
             raise Retry(delay=early, charge=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 import anyio
 
@@ -243,6 +243,8 @@ class Delivery:
         return HandlerTimeoutError(f"the handler ran longer than its handler_timeout of {seconds:g} s")
 
 
+ALREADY_DONE: Final = object()
+"""What a wrapper returns instead of calling the handler where its work is recorded as done: no result is kept or sent."""
 Wrapper: TypeAlias = "Callable[[Message[Any, Any], Callable[[], Awaitable[Any]]], Awaitable[Any]]"
 """What :meth:`MainLoop.wrap` takes."""
 
@@ -442,6 +444,8 @@ class HandlerRuns:
     def _succeeded(self, delivery: Delivery, result: Any) -> Decision:
         if delivery.lost:
             return delivery.fate
+        if result is ALREADY_DONE:
+            return DONE
         if result is not None:
             ran(result, self._called, TaskExitError)
         message = delivery.message
