@@ -10,7 +10,8 @@ Conventions, none of which shows in the rendered page:
   more, and ``^C`` presses Ctrl-C there.
 - ``<!-- not run: why -->`` before a block leaves it out.
 - ``<!-- needs: module -->`` before a block leaves it out where the module is not installed, but not on CI.
-- Blocks of other languages without a title (``text``, ``yaml`` and the like) are only to be read.
+- Blocks of other languages without a title (``text``, ``yaml`` and the like) are only to be read, and so is ``py``: Python that
+  needs another library.
 
 In expected output a line of ``...`` stands for any lines, ``…`` for any text within one, and ids, dates and decimal numbers
 for any of their kind.
