@@ -19,6 +19,7 @@ from mainspring import Context, InMemoryMailbox, LoopGroup, Middleware, Schedule
 from mainspring.errors import (
     ConfigError,
     InvalidParameterError,
+    MailboxClosedError,
     MailboxConnectionError,
     ScheduleNotFoundError,
     SerializationError,
@@ -804,3 +805,21 @@ async def test_workers_of_both_versions_tick_the_definition_that_holds():
         assert seen.args == {"what": "old"}
     assert [tick for _, tick, _ in notes] == [60.0, 120.0, 180.0, 240.0, 300.0, 360.0]
     assert [what for what, _, _ in notes][:3] == ["old", "new", "new"]
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "memory"])
+async def test_a_call_about_schedules_on_a_mailbox_that_is_not_open_is_refused(kind, tmp_path):
+    tasks = Tasks(f"sqlite:///{tmp_path / 'jobs.db'}?name=jobs" if kind == "sqlite" else "memory://closed")
+
+    @tasks.task
+    async def email() -> None: ...
+
+    if kind == "memory":  # which can be used until it is closed
+        async with tasks:
+            pass
+    schedules, schedule = tasks.schedules, Schedule("s", email, every=5)
+    for call in (schedules.list(), schedules.add(schedule), schedules.run_now("s"), schedules.remove("s")):
+        with pytest.raises(MailboxClosedError, match="use it inside `async with`"):
+            await call
+    with pytest.raises(MailboxClosedError, match="use it inside `async with`"):
+        await tasks.job("j").status()

@@ -250,6 +250,7 @@ async def reschedule(mailbox: Mailbox[Any, Any], message_id: str, delay: float) 
     :raises JobRunningError: a worker runs it now.
     :raises ConfigError: the store cannot (``Capabilities.reschedule``).
     """
+    mailbox.check_open()
     backend = mailbox.backend
     outcome = await backend.reschedule(message_id, delay)
     if outcome is RescheduleOutcome.IN_FLIGHT:
@@ -292,6 +293,7 @@ class EndListener:
 
 
 async def _look(mailbox: Mailbox[Any, Any], message_id: str) -> JobOutcome:
+    mailbox.check_open()
     backend, task_of = mailbox.backend, mailbox.codec.task_of
     for _ in range(2):  # a dead letter may have been replayed between two looks
         if backend.capabilities.lookup:

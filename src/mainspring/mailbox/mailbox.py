@@ -248,8 +248,8 @@ class Mailbox(Generic[T, R]):
         if self._scope is not None:  # not cancelled: its scope holds the body of the `async with` block as well
             await self._scope.stop(timeout=0)
 
-    def _check_open(self) -> None:
-        """Raise unless it may be used here. Calls that each message makes compare ``_thread`` themselves first."""
+    def check_open(self) -> None:
+        """Raise :class:`MailboxClosedError` unless it is open, and :class:`ConfigError` unless it is so on this event loop."""
         if not self._usable:
             self._check_process()
             raise MailboxClosedError(
@@ -389,7 +389,7 @@ class Mailbox(Generic[T, R]):
             and at is None
         ):  # nothing to check but the body
             if self._thread != get_ident():
-                self._check_open()
+                self.check_open()
             codec = self._codec or self.codec
             payload = codec.encode(body) if self.serializes else codec.unserialized(body)
             envelope = Envelope(self._ids.next(), payload)
@@ -418,7 +418,7 @@ class Mailbox(Generic[T, R]):
         what :meth:`send` raises, and then none was sent, as far as is known. Cancelled before they were given to the store, it
         has sent none; afterwards all or none may have been sent.
         """
-        self._check_open()
+        self.check_open()
         headers = with_deadline(headers, deadline)
         delay, expires_in = delay_of(delay, at), as_seconds(expires_in)
         check_send(delay, None, priority, headers, expires_in)
@@ -464,7 +464,7 @@ class Mailbox(Generic[T, R]):
         ``connection``, errors and cancellation are as for :meth:`send`.
         """
         if self._thread != get_ident():
-            self._check_open()
+            self.check_open()
         if connection is not None:
             return self.backend.send_within(connection, envelopes)
         return self.backend.send(envelopes)
@@ -480,7 +480,7 @@ class Mailbox(Generic[T, R]):
         headers: Mapping[str, str] | None,
         expires_in: Seconds | None,
     ) -> Envelope:
-        self._check_open()
+        self.check_open()
         wait, expiry = delay_of(delay, at), as_seconds(expires_in)
         check_send(wait, dedup_key, priority, headers, expiry)
         address, given = reply_address(reply_to), dict(headers) if headers else {}
@@ -550,7 +550,7 @@ class Mailbox(Generic[T, R]):
         expires_in: Seconds | None,
         deadline: Deadline | Inherited | None,
     ) -> tuple[Requester, Envelope]:
-        self._check_open()
+        self.check_open()
         if not self.reply_routers:
             raise ReplyNotAvailableError(
                 f"no reply can come to mailbox {self.name!r} yet: open it with `async with`, or run a loop on it"
@@ -572,7 +572,7 @@ class Mailbox(Generic[T, R]):
 
         :raises MailboxConnectionError: also where the store has not answered within 10 s; it may have taken place then.
         """
-        self._check_open()
+        self.check_open()
         check_id("cancel: message_id", message_id)
         with anyio.move_on_after(CLOSE_TIMEOUT, shield=True) as waiting:
             outcome, reply_to, headers = await self.backend.cancel(message_id)
@@ -610,7 +610,7 @@ class Mailbox(Generic[T, R]):
         :raises MailboxConnectionError: the store cannot be reached; nothing was claimed, as far as is known.
         """
         if self._thread != get_ident():
-            self._check_open()
+            self.check_open()
         check_receive(max_messages, visibility_timeout, wait_time_seconds)
         deadline = anyio.current_time() + wait_time_seconds if wait_time_seconds else 0.0
         while True:
@@ -652,7 +652,7 @@ class Mailbox(Generic[T, R]):
     def settle(self, delivery: ClaimedMessage, settlement: Settlement) -> Awaitable[None]:
         """End a delivery (see :class:`Message`)."""
         if self._thread != get_ident():
-            self._check_open()
+            self.check_open()
         if type(settlement) is Ack and settlement.reply is not None:
             return replies.settle(self, delivery, settlement, settlement.reply)
         if type(settlement) is Dead:
@@ -683,18 +683,18 @@ class Mailbox(Generic[T, R]):
         :raises MailboxClosedError: the mailbox is not open; nothing was done.
         :raises MailboxConnectionError: the store cannot be reached.
         """
-        self._check_open()
+        self.check_open()
         return await acknowledge_together(messages, self.backend.acknowledge_many)
 
     async def extend(self, delivery: ClaimedMessage, timeout: float) -> None:
         """Extend a delivery's lease (see :meth:`Message.extend_visibility`)."""
-        self._check_open()
+        self.check_open()
         check_seconds("extend_visibility: timeout", timeout, MAX_VISIBILITY)
         await self.backend.extend(delivery, float(timeout))
 
     async def save_checkpoint(self, delivery: ClaimedMessage, state: bytes) -> None:
         """Keep a delivery's checkpoint (see :meth:`Message.save_checkpoint`)."""
-        self._check_open()
+        self.check_open()
         if not isinstance(state, bytes):
             raise InvalidParameterError(f"save_checkpoint: the state must be bytes, not {state!r:.100}")
         await self.backend.checkpoint(delivery, state)
@@ -723,7 +723,7 @@ class Mailbox(Generic[T, R]):
             ``BEGIN`` after it that cannot be seen: leave both to the block.
         :raises MailboxConnectionError: the connection was lost. Where that was during the commit, it may have taken place.
         """
-        self._check_open()
+        self.check_open()
         return self.backend.transaction(message, connection)
 
     # -------------------------------------------------------------------------------------------------- looking after
@@ -737,7 +737,7 @@ class Mailbox(Generic[T, R]):
         :raises MailboxClosedError: the mailbox is not open.
         :raises MailboxConnectionError: the store does not answer.
         """
-        self._check_open()
+        self.check_open()
         return await self.backend.counts()
 
     def statistics(self) -> MailboxStatistics:
@@ -756,12 +756,12 @@ class Mailbox(Generic[T, R]):
 
         Their holders' later calls raise :class:`ReceiptHandleExpiredError`. Dead letters stay.
         """
-        self._check_open()
+        self.check_open()
         return await self.backend.purge()
 
     async def dead_letters(self, *, limit: int = 1_000, after: str | None = None) -> list[DeadLetter[T]]:
         """Return the dead letters, oldest first: at most ``limit``, behind the one whose id is ``after``."""
-        self._check_open()
+        self.check_open()
         if not is_whole(limit, 1):
             raise InvalidParameterError(f"dead_letters: limit must be at least 1, not {limit!r}")
         if after is not None:
@@ -770,7 +770,7 @@ class Mailbox(Generic[T, R]):
 
     async def dead_letter(self, message_id: str) -> DeadLetter[T] | None:
         """Return the dead letter of that id, or None if there is none (any more)."""
-        self._check_open()
+        self.check_open()
         check_id("dead_letter: message_id", message_id)
         for found in await self.backend.find_dead_letters([message_id]):
             return self.as_dead_letter(*found)
@@ -791,10 +791,10 @@ class Mailbox(Generic[T, R]):
         ``dedup_key`` again, unless another unfinished message has it by now; its history begins anew. Of all, a store on a
         server sends some at a time: where it raises then, some may have been sent, and another call sends the rest.
         """
-        self._check_open()
+        self.check_open()
         return await self.backend.replay_dead_letters(check_ids("dead letters: a message id", message_ids))
 
     async def purge_dead_letters(self, message_ids: Iterable[str] | None = None) -> int:
         """Forget dead letters (None: all) for good; how many that were."""
-        self._check_open()
+        self.check_open()
         return await self.backend.purge_dead_letters(check_ids("dead letters: a message id", message_ids))

@@ -61,6 +61,11 @@ class ScheduleRecords:
         self._unreadable: set[str] = set()
 
     def check(self) -> None:
+        """Raise :class:`ConfigError` if the mailbox keeps no records, :class:`MailboxClosedError` if it is not open."""
+        self.check_capability()
+        self._mailbox.check_open()
+
+    def check_capability(self) -> None:
         """Raise :class:`ConfigError` if the mailbox keeps no records."""
         if not self._mailbox.capabilities.records:
             raise ConfigError(

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 class Schedules:
     """The schedules of a mailbox, as ``tasks.schedules``. Its methods ask the store, from any process.
 
-    Each raises :class:`ConfigError` if the mailbox keeps no records (``Capabilities.records``), and
-    :class:`MailboxConnectionError` if the store cannot be reached. A call that was cancelled, or has raised it, may have taken
-    place; to make it again is safe. A change reaches the workers of this process at once, and those of others in about a
-    second; where there was no schedule before, in five.
+    Each raises :class:`ConfigError` if the mailbox keeps no records (``Capabilities.records``), :class:`MailboxClosedError` if
+    it is not open, and :class:`MailboxConnectionError` if the store cannot be reached. A call that was cancelled, or has raised
+    the latter, may have taken place; to make it again is safe, but for :meth:`run_now`. A change reaches the workers of this
+    process at once, and those of others in about a second; where there was no schedule before, in five.
     """
 
     def __init__(self, tasks: Tasks) -> None:
@@ -63,6 +63,7 @@ class Schedules:
         if not isinstance(schedule, Schedule):
             raise ConfigError(f"schedules.add takes a Schedule(…), not {schedule!r}")
         self._check(schedule)
+        self._records.check()
         definition, now = definition_of(schedule, self._tasks), clock.utc_now().timestamp()
 
         def decide(state: ScheduleState | None) -> ScheduleState:
@@ -142,7 +143,7 @@ class Schedules:
         return Job(self._tasks, stored[0], new=envelope.is_stored_as(stored[0]))
 
     def _check(self, schedule: Schedule) -> None:
-        self._records.check()
+        self._records.check_capability()
         if schedule.jitter and not self._tasks.mailbox.capabilities.delay:
             raise ConfigError(
                 f"schedule {schedule.name!r}: jitter needs a mailbox that delays messages (Capabilities.delay)"

@@ -237,20 +237,20 @@ class Ticker:
     # -------------------------------------------------------------------------------------------------------- sending
 
     async def _send_due(self) -> None:
-        """Send the ticks that are due."""
-        while names := self._take_due():
-            try:
-                found = await self._records.find(names)
-                self._refresh(names, found)
-                random.rng().shuffle(
-                    found
-                )  # so that workers with the same list do not all begin with the same schedule
-                for start in range(0, len(found), AT_ONCE):
-                    await self._send_each(found[start : start + AT_ONCE])
-            except BaseException:
-                for name in names:
-                    self._look_again(name, self._next.get(name, self._wall()))
-                raise
+        """Send ticks of up to ``MOST`` schedules that are due. What is left is due at the next step, without a sleep."""
+        names = self._take_due()
+        if not names:
+            return
+        try:
+            found = await self._records.find(names)
+            self._refresh(names, found)
+            random.rng().shuffle(found)  # workers with the same list do not all begin with the same schedule
+            for start in range(0, len(found), AT_ONCE):
+                await self._send_each(found[start : start + AT_ONCE])
+        except BaseException:
+            for name in names:
+                self._look_again(name, self._next.get(name, self._wall()))
+            raise
         if self._missed:
             _log.warning("%s", _missed_text(self._missed))
             self._missed.clear()
