@@ -42,6 +42,8 @@ from mainspring import (
     Retry,
     RetryPolicy,
     Runnable,
+    Schedule,
+    ScheduleStatus,
     Session,
     ShutdownCoordinator,
     ShutdownReport,
@@ -453,6 +455,18 @@ async def batches() -> None:
     await remove.send("a")
     await remove.send(["a"])  # type: ignore[arg-type]
     await index.send("a")  # type: ignore[arg-type]
+
+
+async def schedules() -> None:
+    tasks.cron("0 3 * * *", email, args=("ann",), tz="Europe/Berlin", misfire="all", jitter=timedelta(minutes=1))
+    tasks.cron("0 3 * * *", email, misfire="sometimes")  # type: ignore[arg-type]
+    assert_type(tasks.schedule(Schedule("often", compute, every=60, args={"number": 1})), Schedule)
+    added = await tasks.schedules.add(Schedule("once", "email", at=datetime.now(UTC), misfire=3))
+    assert_type(added, ScheduleStatus)
+    assert_type(added.next_at, datetime | None)
+    assert_type(await tasks.schedules.list(), list[ScheduleStatus])
+    assert_type(await tasks.schedules.run_now("once"), SentJob[Any])
+    tasks.sync.call(tasks.schedules.pause, "once")
 
 
 async def calls() -> None:
