@@ -111,6 +111,44 @@ def test_what_the_function_raises_holds_for_all_of_its_calls():
     run_virtual(main)
 
 
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+def test_a_function_that_exits_fails_its_calls_and_not_the_loop(error):
+    async def main():
+        tasks = Tasks(InMemoryMailbox(), retry=AT_ONCE, dead_letter=ONCE)
+
+        @tasks.task(batch=2)
+        async def index(numbers: list[int]) -> None:
+            if numbers == [0, 1]:
+                raise error
+
+        async with group_of(tasks):
+            await index.send_many([(number,) for number in range(4)])
+            await until_done(tasks.mailbox)
+            letters = await tasks.mailbox.dead_letters()
+            assert (await tasks.mailbox.counts()).settled == 2
+        assert [letter.error_type for letter in letters] == ["TaskExitError"] * 2
+        assert repr(error) in letters[0].error
+
+    run_virtual(main)
+
+
+def test_a_shutdown_waits_for_no_further_calls():
+    async def main():
+        tasks, batches, clock = Tasks(InMemoryMailbox()), [], VirtualClock()
+
+        @tasks.task(batch=9, batch_wait=20)
+        async def index(numbers: list[int]) -> None:
+            batches.append((clock.now, numbers))
+
+        async with group_of(tasks):
+            await index.send_many([(1,), (2,)])
+            await anyio.sleep(3)
+        assert batches == [(3, [1, 2])]
+        assert clock.now == 3
+
+    run_virtual(main)
+
+
 @pytest.mark.parametrize("returned", [[1], [1, 2, 3, 4], "abc", 5, {1: 2}])
 def test_a_result_that_is_not_one_for_each_call_is_a_failure_of_all(returned):
     async def main():
@@ -126,6 +164,25 @@ def test_a_result_that_is_not_one_for_each_call_is_a_failure_of_all(returned):
             letters = await tasks.mailbox.dead_letters()
         assert len(letters) == 3
         assert all("a result or an exception for each call" in letter.error for letter in letters)
+
+    run_virtual(main)
+
+
+def test_a_class_of_exceptions_is_no_result():
+    async def main():
+        tasks = Tasks(InMemoryMailbox(), dead_letter=ONCE)
+
+        @tasks.task(batch=2)
+        async def index(numbers: list[int]):
+            return [None, ValueError]
+
+        async with group_of(tasks):
+            await index.send_many([(1,), (2,)])
+            await until_done(tasks.mailbox)
+            letters = await tasks.mailbox.dead_letters()
+        assert [letter.error for letter in letters] == [
+            "task index returned the class ValueError for a call; return an instance of it"
+        ] * 2
 
     run_virtual(main)
 

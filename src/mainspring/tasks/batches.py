@@ -2,9 +2,9 @@
 
 Each call is a message of its own, in a slot of its own, with its own lease, timeout, retries and settlement. Its slot runs
 :meth:`CallBatches.join`, which adds the call to the open batch and waits until the function has run. A batch is closed when it
-is full, when ``batch_wait`` is over, or when every slot of the loop waits for a batch: none could join it then. The function
-runs in a task of the loop, not in a slot: so a call that is cancelled or lost ends alone. When the last one has left, the
-function is cancelled.
+is full, when ``batch_wait`` is over, when every slot of the loop waits for a batch, or when the loop is told to stop: none
+could join it then. The function runs in a task of the loop, not in a slot: so a call that is cancelled or lost ends alone.
+When the last one has left, the function is cancelled.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ class OpenBatches:
     def __init__(self, slots: int) -> None:
         self._slots = slots
         self._open: set[CallBatch] = set()
+        self._shut_down = False
 
     def add(self, batch: CallBatch) -> None:
         """Note a batch that calls may join."""
@@ -59,10 +60,15 @@ class OpenBatches:
         batch.closed.set()
 
     def close_if_all_wait(self) -> None:
-        """Close all of them if every slot of the loop waits for one."""
-        if sum(len(batch.items) for batch in self._open) >= self._slots:
+        """Close all of them if every slot of the loop waits for one, or if the loop is told to stop."""
+        if self._shut_down or sum(len(batch.items) for batch in self._open) >= self._slots:
             for batch in list(self._open):
                 self.close(batch)
+
+    def shut_down(self) -> None:
+        """Close all of them, now and later: the loop is told to stop."""
+        self._shut_down = True
+        self.close_if_all_wait()
 
 
 class CallBatches:
@@ -154,6 +160,11 @@ class CallBatches:
                 raise
             batch.error = TaskExitError(f"task {self._name} raised a spurious cancellation; catch it where it arises")
             batch.error.__cause__ = error
+        except BaseException as error:  # raised in a task of its own, it would end the loop
+            batch.error = TaskExitError(
+                f"task {self._name} raised {error!r}; raise Reject, or call shutdown() of the group"
+            )
+            batch.error.__cause__ = error
 
     def _checked(self, returned: Any, calls: int) -> Sequence[Any]:
         if returned is None:
@@ -163,6 +174,11 @@ class CallBatches:
                 f"task {self._name} was called for {calls} calls and returned {returned!r:.100}; return None, or a list with"
                 " a result or an exception for each call"
             )
+        for result in returned:
+            if isinstance(result, type) and issubclass(result, BaseException):
+                raise TaskExitError(
+                    f"task {self._name} returned the class {result.__qualname__} for a call; return an instance of it"
+                )
         return returned
 
 

@@ -139,6 +139,10 @@ class TaskRuns:
         for runs in (self._unreadable, *self._by_task.values(), *self._in_chains.values()):
             runs.cancelled = cancelled
 
+    def shut_down(self) -> None:
+        """Let the batches run that wait for more calls: none come."""
+        self._open_batches.shut_down()
+
     def make(self, delivery: Delivery, scope: anyio.CancelScope) -> Coroutine[Any, Any, Decision]:
         """Run the function of a call once; see :meth:`HandlerRuns.make`."""
         return self._of(delivery).make(delivery, scope)

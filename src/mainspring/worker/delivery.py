@@ -255,6 +255,9 @@ class Runs(Protocol):
     cancelled: bool
     """True once the loop itself is being cancelled, and its handlers with it."""
 
+    def shut_down(self) -> None:
+        """Begin what waits for further messages: none come."""
+
     def make(self, delivery: Delivery, scope: anyio.CancelScope) -> Coroutine[Any, Any, Decision]:
         """Run the handler once; see :meth:`HandlerRuns.make`."""
 
@@ -308,6 +311,9 @@ class HandlerRuns:
         self._clock = clock
         self._clocks = Clocks()
         self._process = identity()
+
+    def shut_down(self) -> None:
+        """Do nothing: no run waits for further messages."""
 
     async def make(self, delivery: Delivery, scope: anyio.CancelScope) -> Decision:
         """Run the handler once and decide what its end means.

@@ -160,6 +160,7 @@ class Worker:
         """Set ``shutting_down`` for the handlers, and receive no more. The backlog is released."""
         self.shutting_down.set()
         self.admission.stop()
+        self._handler_runs.shut_down()
 
     def cancel_handlers(self) -> None:
         """Cancel the handlers that run. Their messages are released uncharged."""
