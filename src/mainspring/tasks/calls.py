@@ -158,7 +158,9 @@ class Parameters:
         """
         if not args:
             return keywords
-        bound = dict(zip(self._by_position, args, strict=False)) | keywords
+        bound = dict(zip(self._by_position, args, strict=False))
+        if keywords:
+            bound |= keywords
         if len(bound) != len(args) + len(keywords):
             self._check_signature(args, keywords)
         return bound
@@ -264,6 +266,7 @@ class CallCodec(Codec):
         super().__init__()
         self.body_type = TaskCall
         self._register = register
+        self._by_beginning: dict[bytes, Task[..., Any]] = {}
 
     def encode(self, call: TaskCall) -> bytes:
         """Return JSON bytes of ``call``.
@@ -291,24 +294,32 @@ class CallCodec(Codec):
         """
         if isinstance(raw, Unserialized):
             return self._own(raw.body)
-        name, rest = _beginning(raw)
-        if name is not None and rest.endswith(b"}"):  # as `encode` writes it
-            known = self._register.get(name)
+        before, found, rest = raw.partition(ARGS)
+        if found and rest.endswith(b"}"):  # as `encode` writes it
+            known = self._by_beginning.get(before) or self._begun_by(before)
             if known is not None:
                 try:
                     return TaskCall(known, known.parameters.codec.decode(rest[:-1]))
                 except NotJsonError:
                     pass  # another program may have written more behind the arguments
-        written, arguments = _parts(raw)
-        task = self._task(written)
+        name, arguments = _parts(raw)
+        task = self._task(name)
         return TaskCall(task, task.parameters.codec.decode(arguments))
+
+    def _begun_by(self, before: bytes) -> Task[..., Any] | None:
+        """Return the registered task of the calls that begin so, and know it from now on."""
+        known = self._register.get(before[len(HEAD) :].decode(errors="replace")) if before.startswith(HEAD) else None
+        if known is not None:
+            self._by_beginning[before] = known
+        return known
 
     def task_of(self, raw: bytes | Unserialized) -> str | None:
         """Return the name of the task that is called, or None if ``raw`` is no call."""
         if isinstance(raw, Unserialized):
             return raw.body.task.name if isinstance(raw.body, TaskCall) else None
+        known = self._begun_by(raw.partition(ARGS)[0])
         try:
-            return _beginning(raw)[0] or _parts(raw)[0]
+            return _parts(raw)[0] if known is None else known.name
         except SerializationError:
             return None
 
@@ -334,12 +345,6 @@ class CallCodec(Codec):
 def head(name: str) -> bytes:
     """Return how the JSON of each call of a task begins."""
     return HEAD + name.encode() + ARGS
-
-
-def _beginning(raw: bytes) -> tuple[str | None, bytes]:
-    """Return the task's name, and the bytes from its arguments on, of a call that begins as :func:`head` writes it."""
-    before, found, rest = raw.partition(ARGS)
-    return (before[len(HEAD) :].decode(errors="replace"), rest) if found and before.startswith(HEAD) else (None, rest)
 
 
 def _parts(raw: bytes) -> tuple[str, bytes]:

@@ -296,14 +296,18 @@ class Task(Generic[P, R]):
 
     async def store(self, calls: Sequence[Arguments], connection: Any) -> tuple[list[Envelope], list[str]]:
         """Put calls with these arguments into the mailbox, inside of the middleware. Return their messages and ids."""
-        outgoing = [OutgoingCall(self, self.parameters.bind(*each), self._headers) for each in calls]
+        mailbox, bind, recording = self.tasks.mailbox, self.parameters.bind, self.tasks.recording
+        if not self.senders and not self.stands_for_key and recording is None:
+            envelopes = [self._prepare(bind(*each), self._headers) for each in calls]
+            return envelopes, await mailbox.send_prepared(envelopes, connection=connection)
+        outgoing = [OutgoingCall(self, bind(*each), self._headers) for each in calls]
         async with self.prepared(outgoing) as envelopes:
-            if (recording := self.tasks.recording) is not None:
+            if recording is not None:
                 return envelopes, recording.record(self, outgoing, envelopes)
             if self.stands_for_key:
                 each = zip(outgoing, envelopes, strict=True)
                 return envelopes, [await self._send_by_key(call.arguments, envelope) for call, envelope in each]
-            return envelopes, await self.tasks.mailbox.send_prepared(envelopes, connection=connection)
+            return envelopes, await mailbox.send_prepared(envelopes, connection=connection)
 
     async def _send_by_key(self, arguments: dict[str, Any], envelope: Envelope) -> str:
         """Send a call unless another stands for its key. Return the id of the one that does."""
