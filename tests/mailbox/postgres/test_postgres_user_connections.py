@@ -346,6 +346,17 @@ def test_a_thread_in_autocommit_is_refused(place, plain_mailbox):
         plain_mailbox.send("x", connection=connection)
 
 
+def test_psycopg2_may_be_in_another_encoding(place, plain_mailbox):
+    with PLAIN_KINDS["psycopg2"].connect(place.url) as connection:
+        connection.set_client_encoding("LATIN1")
+        plain_mailbox.send("€", connection=connection, reply_to="ü")
+        with pytest.raises(InvalidParameterError, match=r"client_encoding of the connection; set that to UTF8"):
+            plain_mailbox.send("x", connection=connection, reply_to="€")
+        connection.commit()
+    (message,) = plain_mailbox.receive()
+    assert (message.body, message.reply_to) == ("€", "ü")
+
+
 def test_a_task_is_sent_in_the_threads_transaction(place, plain_kind):
     tasks = Tasks(place.mailbox())
 

@@ -220,6 +220,16 @@ async def test_what_a_constraint_says_at_the_commit_is_the_handlers_own_affair(p
             pass
 
 
+async def test_the_handlers_own_error_stays_where_the_connection_is_lost_too(place, mailbox, message, kind):
+    async with kind.connect(place.url) as given:
+        with pytest.raises(LookupError):  # noqa: PT012
+            async with mailbox.transaction(message, given):
+                with suppress(Exception):
+                    await kind.run(given, "SELECT pg_terminate_backend(pg_backend_pid())")
+                raise LookupError
+    await message.acknowledge()
+
+
 async def test_a_lost_connection_is_named(place, mailbox, message, kind):
     async with kind.connect(place.url) as given:
         with pytest.raises(MailboxConnectionError, match="lost"):

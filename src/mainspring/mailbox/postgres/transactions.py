@@ -270,7 +270,8 @@ async def _transaction(connection: UserConnection, timeout: float) -> AsyncItera
     try:
         yield
     except Exception as error:
-        with suppress(MailboxConnectionError), step(connection, timeout, "to ROLLBACK"):  # lost, it is rolled back too
+        # Lost, it is rolled back, too.
+        with suppress(*driver_errors(), MailboxConnectionError), step(connection, timeout, "to ROLLBACK"):
             if await transaction.__aexit__(type(error), error, error.__traceback__):
                 return
         raise
