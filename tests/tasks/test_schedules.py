@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mainspring import Context, InMemoryMailbox, LoopGroup, Middleware, Schedule, Tasks, open_mailbox
+from mainspring.core.clock import own_wall_clock
 from mainspring.errors import (
     ConfigError,
     InvalidParameterError,
@@ -823,3 +824,36 @@ async def test_a_call_about_schedules_on_a_mailbox_that_is_not_open_is_refused(k
             await call
     with pytest.raises(MailboxClosedError, match="use it inside `async with`"):
         await tasks.job("j").status()
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_a_tick_is_sent_soon_after_the_wall_clock_has_jumped_over_it(tells):
+    async def run():
+        with own_wall_clock() as wall:
+            program = Program(backend=partial(Distant, seconds=0, tells=tells))
+            program.tasks.schedule(Schedule("daily", program.note, every=DAY))
+            async with anyio.create_task_group() as group:
+                group.start_soon(program.run, 1_000)
+                await anyio.sleep(100)
+                wall.seconds = DAY
+        return program.notes
+
+    ((_, tick, at),) = run_virtual(run)
+    assert tick == DAY
+    assert 100 <= at <= (131 if tells else 101.5)
+
+
+def test_what_a_worker_does_not_tick_it_says_once(caplog):
+    async def run():
+        program = Program()
+        async with program.tasks:
+            for number in range(20):
+                await program.tasks.schedules.add(Schedule(f"s{number}", program.note, every=60))
+            with anyio.move_on_after(200):
+                await Tasks("memory://jobs").loop().run()
+
+    with caplog.at_level(logging.WARNING, "mainspring.tasks"):
+        run_virtual(run)
+    assert [record.message for record in caplog.records] == [
+        "the schedules of task 'note' tick in other workers: it is not registered here"
+    ]

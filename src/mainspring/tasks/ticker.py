@@ -77,7 +77,7 @@ class Ticker:
         self._look_at = self._list_at = -math.inf
         self._declare_at = -math.inf if self._declared else math.inf
         self._is_stated = False
-        self._told: set[tuple[str, str]] = set()
+        self._told: set[str] = set()
         self._missed: list[str] = []  # the names of schedules of which ticks were missed, until it is said
         self._is_told = tasks.mailbox.capabilities.announces_records
         self._changed = anyio.Event()
@@ -187,7 +187,9 @@ class Ticker:
         if not is_ticked_here(state, declared=own is not None, registered=self._tasks.registered):
             self._next.pop(name, None)
             if (own is not None or state.stated_by is None) and state.definition.task not in self._tasks.registered:
-                self._tell(name, f"its task {state.definition.task!r} is not registered here")
+                self._tell(
+                    f"the schedules of task {state.definition.task!r} tick in other workers: it is not registered here"
+                )
             return
         assert state.next_at is not None
         self._look_again(name, state.next_at)
@@ -197,10 +199,11 @@ class Ticker:
             self._next[name] = when
             heappush(self._queue, (when, name))
 
-    def _tell(self, name: str, why: str) -> None:
-        if (name, why) not in self._told:
-            self._told.add((name, why))
-            _log.warning("schedule %r does not tick in this worker: %s", name, why)
+    def _tell(self, what: str) -> None:
+        """Log a warning, once."""
+        if what not in self._told:
+            self._told.add(what)
+            _log.warning("%s", what)
 
     # --------------------------------------------------------------------------------------------------- declarations
 
@@ -299,7 +302,7 @@ class Ticker:
         except Exception as error:
             if isinstance(error, MailboxClosedError | OSError) or getattr(error, "retryable", False):
                 raise
-            self._tell(name, f"its call cannot be sent: {error!r}")
+            self._tell(f"schedule {name!r} does not tick in this worker: its call cannot be sent: {error!r:.500}")
             self._look_again(name, self._wall() + LEAVE_FOR)
             return
         if not sent:  # another worker was first
