@@ -183,8 +183,7 @@ class Context(Generic[Resources]):
         ``async with ctx.transaction(session):`` does the same in a transaction of the handler's own session or connection to
         that database, such as an ``AsyncSession`` of SQLAlchemy. The block begins it, if the session has not, and ends it.
         """
-        message = self._delivery.message
-        return _TransactionBlock(message.mailbox.transaction(message, connection))
+        return _TransactionBlock(self._delivery.message, connection)
 
     async def progress(self, done: float, total: float | None = None) -> None:
         """Say how far the work is: the group's status (``/status``) shows it. Also a beat, and a point where cancellation
@@ -226,12 +225,14 @@ def _date(text: str | None) -> datetime | None:
 class _TransactionBlock(AbstractAsyncContextManager[Any]):
     """The block of :meth:`Context.transaction`, which raises an error if a plain function enters it."""
 
-    __slots__ = ("_block",)
+    __slots__ = ("_block", "_connection", "_message")
 
-    def __init__(self, block: AbstractAsyncContextManager[Any]) -> None:
-        self._block = block
+    def __init__(self, message: Message[Any, Any], connection: Any) -> None:
+        self._message = message
+        self._connection = connection
 
     async def __aenter__(self) -> Any:
+        self._block = self._message.mailbox.transaction(self._message, self._connection)
         return await self._block.__aenter__()
 
     async def __aexit__(self, *raised: Any) -> bool | None:
