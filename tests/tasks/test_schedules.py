@@ -246,6 +246,25 @@ async def test_a_tick_may_be_a_minute_late_and_is_missed_then():
 
 
 @virtually
+async def test_a_batch_is_small_where_the_arguments_are_large():
+    sizes = []
+
+    class Counting(Distant):
+        async def write_record(self, write, envelopes=()):
+            sizes.append(sum(len(envelope.body) for envelope in envelopes))
+            return await super().write_record(write, envelopes)
+
+    for misfire in ("all", 50):
+        program = Program(f"jobs {misfire}", backend=Counting)
+        program.tasks.schedule(Schedule("s", program.note, every=60, misfire=misfire, args=("x" * 30_000,)))
+        await program.run(90)
+        await anyio.sleep(3_000)
+        await program.run(60)
+        assert len(program.notes) == 52
+    assert 200_000 < max(sizes) < 262_144
+
+
+@virtually
 async def test_a_long_outage_is_caught_up_in_batches():
     sizes = []
 

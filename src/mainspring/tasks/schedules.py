@@ -37,6 +37,10 @@ MISSED_AFTER = 60.0
 """Seconds after which a tick that was not sent is missed. It is missed sooner if the next tick is due as well."""
 BATCH = 100
 """The most messages that one write of a schedule sends, and the most that ``misfire`` may be."""
+BATCH_SIZE = 262_144
+"""The most bytes that they are together, unless it is one message. Each store takes that in one write."""
+MESSAGE_HEADERS = 512
+"""Bytes of a message beside its arguments, more or less."""
 SHORTEST = 1.0
 """The least seconds between the ticks of an interval."""
 LONGEST_NAME = 200
@@ -220,15 +224,24 @@ def due_ticks(state: ScheduleState, now: float) -> Ticks:
     first, times, policy = state.next_at, state.definition.times, state.definition.misfire
     assert first is not None
     assert first <= now
+    most = _batch_of(state.definition)
     if policy == "all":
-        send = times.earliest(first, now, BATCH)
+        send = times.earliest(first, now, most)
         return Ticks(send, times.after(send[-1], send[-1]), now - first > MISSED_AFTER)
-    send = times.latest(first, now, policy if isinstance(policy, int) else 1)
+    send = times.latest(first, now, policy if isinstance(policy, int) else 1)[:most]
     missed = send[0] > first or now - send[-1] > MISSED_AFTER
     next_at = times.after(send[-1], send[-1])
     if policy == "skip" and now - send[-1] > MISSED_AFTER:
         send = []
     return Ticks(send, next_at, missed)
+
+
+def _batch_of(definition: Definition) -> int:
+    """Return how many calls of a definition fit into one write."""
+    if definition.misfire in ("once", "skip", 1):
+        return 1
+    size = MESSAGE_HEADERS + len(json.dumps(definition.args))
+    return max(1, min(BATCH, BATCH_SIZE // size))
 
 
 def after_ticks(state: ScheduleState, ticks: Ticks) -> ScheduleState | None:
