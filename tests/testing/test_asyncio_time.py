@@ -234,7 +234,7 @@ import asyncio, queue, threading, time
 class Connection:
     def __init__(self):
         self.calls = queue.SimpleQueue()
-        threading.Thread(target=self.work).start()
+        threading.Thread(target=self.work, daemon=True).start()
 
     def work(self):
         while (call := self.calls.get()) is not None:
