@@ -719,6 +719,8 @@ def test_a_declaration_that_cannot_be_is_refused():
         tasks.schedule(Schedule("s", "mail", every=60))
     with pytest.raises(ConfigError, match=r"give a Schedule\(…\), not 'email'"):
         tasks.schedule("email")
+    with pytest.raises(SerializationError, match=r"schedule 'email' is 300,.*at most 262,144"):
+        tasks.cron("0 3 * * *", email, args=("x" * 300_000,))
     tasks.cron("0 3 * * *", email, args=("ann",))
     with pytest.raises(ConfigError, match="'email' is declared already on 'jobs'; give one of the two another name="):
         tasks.cron("0 4 * * *", email, args=("ann",))
@@ -876,3 +878,23 @@ def test_what_a_worker_does_not_tick_it_says_once(caplog):
     assert [record.message for record in caplog.records] == [
         "the schedules of task 'note' tick in other workers: it is not registered here"
     ]
+
+
+@virtually
+async def test_a_change_that_comes_while_another_is_read_is_seen():
+    class Slow(WrappedBackend):
+        async def find_records(self, kind, keys):
+            found = await self.inner.find_records(kind, keys)
+            await anyio.sleep(0.5)
+            return found
+
+    worker, other = Program(backend=Slow), Program()
+    async with other.tasks, anyio.create_task_group() as group:
+        group.start_soon(worker.run, 100)
+        await anyio.sleep(5)
+        for seconds in (50, 10):
+            at = VirtualClock().utc_now() + timedelta(seconds=seconds)
+            await other.tasks.schedules.add(Schedule("s", other.note, at=at))
+            await anyio.sleep(0.25)
+    ((_, tick, at),) = worker.notes
+    assert at - tick < 2

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from mainspring.errors import ConfigError, UnknownTaskError
 from mainspring.mailbox.message import Envelope
+from mainspring.mailbox.records import check_size
 from mainspring.tasks.calls import OutgoingCall, TaskCall, head
-from mainspring.tasks.schedules import Definition, date_of, delay_of_tick
+from mainspring.tasks.schedules import Definition, ScheduleState, date_of, delay_of_tick
 from mainspring.tasks.task import SendOptions, Task
 from mainspring.validation import as_seconds
 from mainspring.worker.context import SCHEDULE_NAME, SCHEDULED_FOR
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from mainspring.tasks.schedules import Schedule
     from mainspring.tasks.tasks import Tasks
 
+ROOM = 200
+"""Bytes that the record of a schedule has beside its definition, at most."""
 _NOT_KEPT = ("delay", "at", "connection")
 """Options of a task that say how one call is sent, and mean nothing for the calls of a schedule."""
 
@@ -30,7 +33,7 @@ def definition_of(schedule: Schedule, tasks: Tasks) -> Definition:
     :raises ConfigError: its task is of other tasks, or has options that a schedule cannot have.
     :raises UnknownTaskError: no task of that name is registered here.
     :raises InvalidParameterError: an argument is missing or unknown.
-    :raises SerializationError: one is not of its type.
+    :raises SerializationError: one is not of its type, or they are larger than a record may be.
     """
     task = _task_of(schedule, tasks)
     how = task.sending
@@ -45,7 +48,7 @@ def definition_of(schedule: Schedule, tasks: Tasks) -> Definition:
         )
     named = schedule.args if not isinstance(schedule.args, tuple) else {}
     arguments = task.parameters.bind(schedule.args if isinstance(schedule.args, tuple) else (), dict(named))
-    return Definition(
+    definition = Definition(
         task.name,
         json.loads(task.parameters.encode(arguments)),
         schedule.times,
@@ -56,6 +59,9 @@ def definition_of(schedule: Schedule, tasks: Tasks) -> Definition:
         as_seconds(how.expires_in),
         task.dedup_key_of(TaskCall(task, arguments)),
     )
+    written = ScheduleState(definition, 0.0, stated_by="").write()
+    check_size(f"schedule {schedule.name!r}", written + bytes(ROOM))
+    return definition
 
 
 def _task_of(schedule: Schedule, tasks: Tasks) -> Task[..., Any]:

@@ -81,7 +81,7 @@ class Ticker:
         self._missed: list[str] = []  # the names of schedules of which ticks were missed, until it is said
         self._is_told = tasks.mailbox.capabilities.announces_records
         self._changed = anyio.Event()
-        self._names: set[str] = set()  # that were changed in this process
+        self._names: set[str] = set()  # of schedules that were changed in this process, or that the store told of
 
     async def run(self) -> None:
         """Send what is due until cancelled.
@@ -149,9 +149,7 @@ class Ticker:
             await self._look()
             self._look_at = now + self._pause()
         if self._names:
-            names = sorted(self._names)
-            self._refresh(names, await self._records.find(names))
-            self._names.difference_update(names)
+            await self._read_changed()
         await self._send_due()
 
     # ----------------------------------------------------------------------------------------------- what it knows
@@ -164,6 +162,15 @@ class Ticker:
         elif names:
             self._refresh(names, await self._records.find(names))
         self._seen = seen
+
+    async def _read_changed(self) -> None:
+        """Read what was changed in this process, or what the store told of."""
+        names, self._names = sorted(self._names), set()  # what is changed from here on is read again
+        try:
+            self._refresh(names, await self._records.find(names))
+        except BaseException:
+            self._names.update(names)
+            raise
 
     def _take(self, found: list[StoredSchedule]) -> None:
         """Know these schedules and no others."""
@@ -289,9 +296,7 @@ class Ticker:
         """Send what is due of one schedule."""
         name, state, version = found
         now = self._wall() + EARLY
-        if (
-            name not in self._next or state.next_at is None or state.next_at > now
-        ):  # not (any more) for this worker, or now
+        if name not in self._next or state.next_at is None or state.next_at > now:  # it was paused, say, or sent
             return
         ticks = due_ticks(state, now)
         task = self._tasks.registered[state.definition.task]
