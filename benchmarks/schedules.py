@@ -70,7 +70,7 @@ def cpu_seconds() -> float:
 async def share(url: str) -> float:
     """The share of one core of a worker with many schedules of which none is due, with its part of a list of all of them."""
     (tasks, *_) = fleet_of(url, [])
-    records = ScheduleRecords(tasks.mailbox)
+    records = ScheduleRecords(tasks)
     async with tasks:
         state = changed(None, definition_of(Schedule("s", "note", cron="0 0 1 1 *"), tasks), time.time())
         for start in range(0, SCHEDULES, 500):

@@ -898,3 +898,17 @@ async def test_a_change_that_comes_while_another_is_read_is_seen():
             await anyio.sleep(0.25)
     ((_, tick, at),) = worker.notes
     assert at - tick < 2
+
+
+async def test_schedules_can_be_used_where_calls_are_recorded():
+    tasks = Tasks("sqlite:///no-such-directory/jobs.db?name=jobs")
+
+    @tasks.task
+    async def email(to: str) -> None: ...
+
+    _ = tasks.schedules
+    with tasks.testing() as sent:
+        await tasks.schedules.add(Schedule("s", email, every=60, args=("ann",)))
+        assert [each.name for each in await tasks.schedules.list()] == ["s"]
+        await tasks.schedules.run_now("s")
+    assert [(call.task, call.arguments) for call in sent] == [(email, {"to": "ann"})]

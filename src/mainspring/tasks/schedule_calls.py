@@ -18,6 +18,7 @@ from mainspring.worker.context import SCHEDULE_NAME, SCHEDULED_FOR
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
+    from mainspring.tasks.job import Job
     from mainspring.tasks.schedules import Schedule
     from mainspring.tasks.tasks import Tasks
 
@@ -88,20 +89,35 @@ async def calls_of(
     if not ticks:
         yield []
         return
-    sent = task.sent_as(
-        SendOptions(
-            priority=definition.priority,
-            expires_in=definition.expires_in,
-            dedup_key=definition.dedup_key,
-            deadline=None,
-        )
-    )
-    raw = json.dumps(definition.args).encode()
-    calls = [OutgoingCall(sent, sent.parameters.codec.decode(raw), _headers(name, definition, tick)) for tick in ticks]
+    sent, arguments = _as_sent(definition, task)
+    calls = [OutgoingCall(sent, dict(arguments), _headers(name, definition, tick)) for tick in ticks]
     async with sent.prepared(calls) as envelopes:
         for envelope, tick in zip(envelopes, ticks, strict=True):
             envelope.delay = delay_of_tick(name, tick, definition.jitter)
         yield envelopes
+
+
+async def send_now(name: str, definition: Definition, task: Task[..., Any], now: float) -> Job[Any]:
+    """Send one call beside the ticks.
+
+    :raises SerializationError: the arguments do not fit the function as it is here.
+    """
+    sent, arguments = _as_sent(definition, task, _headers(name, definition, now))
+    return await sent.send(**arguments)
+
+
+def _as_sent(
+    definition: Definition, task: Task[..., Any], headers: dict[str, str] | None = None
+) -> tuple[Task[..., Any], dict[str, Any]]:
+    """Return the task with the options of a definition, and the arguments of a call."""
+    how = SendOptions(
+        priority=definition.priority,
+        headers=headers,
+        expires_in=definition.expires_in,
+        dedup_key=definition.dedup_key,
+        deadline=None,
+    )
+    return task.sent_as(how), task.parameters.codec.decode(json.dumps(definition.args).encode())
 
 
 def unchecked_call_of(name: str, definition: Definition, tasks: Tasks, tick: float) -> Envelope:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from mainspring.mailbox.message import Envelope
     from mainspring.mailbox.records import Record
     from mainspring.tasks.schedules import ScheduleState
+    from mainspring.tasks.tasks import Tasks
 
 PAGE = 500
 """How many records are read at once."""
@@ -54,11 +55,15 @@ class Changes(NamedTuple):
 
 
 class ScheduleRecords:
-    """Reads and writes the records of the schedules of ``mailbox``."""
+    """Reads and writes the records of the schedules of ``tasks``, in the mailbox that it has just now."""
 
-    def __init__(self, mailbox: Mailbox[Any, Any]) -> None:
-        self._mailbox = mailbox
+    def __init__(self, tasks: Tasks) -> None:
+        self._tasks = tasks
         self._unreadable: set[str] = set()
+
+    @property
+    def _mailbox(self) -> Mailbox[Any, Any]:
+        return self._tasks.mailbox
 
     def check(self) -> None:
         """Raise :class:`ConfigError` if the mailbox keeps no records, :class:`MailboxClosedError` if it is not open."""

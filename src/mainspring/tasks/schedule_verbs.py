@@ -9,7 +9,7 @@ from mainspring.core import clock
 from mainspring.errors import ConfigError, ScheduleNotFoundError
 from mainspring.mailbox.backend import Topic
 from mainspring.tasks.job import Job
-from mainspring.tasks.schedule_calls import calls_of, definition_of, unchecked_call_of
+from mainspring.tasks.schedule_calls import definition_of, send_now, unchecked_call_of
 from mainspring.tasks.schedule_records import ScheduleRecords
 from mainspring.tasks.schedules import Schedule, ScheduleState, ScheduleStatus, changed, date_of, resumed
 
@@ -29,7 +29,7 @@ class Schedules:
 
     def __init__(self, tasks: Tasks) -> None:
         self._tasks = tasks
-        self._records = ScheduleRecords(tasks.mailbox)
+        self._records = ScheduleRecords(tasks)
         self.declared: dict[str, Definition] = {}
         """What this program declares, by name."""
         self.changed: Topic[str] = Topic()
@@ -128,18 +128,11 @@ class Schedules:
         self._records.check()
         found = await self._records.find([name])
         definition = _known(name, found[0].state if found else None).definition
-        task, now, mailbox = (
-            self._tasks.registered.get(definition.task),
-            clock.utc_now().timestamp(),
-            self._tasks.mailbox,
-        )
-        if task is None:
-            envelope = unchecked_call_of(name, definition, self._tasks, now)
-            stored = await mailbox.send_prepared([envelope])
-        else:
-            async with calls_of(name, definition, task, [now]) as (envelope,):
-                envelope.delay = 0.0
-                stored = await mailbox.send_prepared([envelope])
+        task, now = self._tasks.registered.get(definition.task), clock.utc_now().timestamp()
+        if task is not None:
+            return await send_now(name, definition, task, now)
+        envelope = unchecked_call_of(name, definition, self._tasks, now)
+        stored = await self._tasks.mailbox.send_prepared([envelope])
         return Job(self._tasks, stored[0], new=envelope.is_stored_as(stored[0]))
 
     def _check(self, schedule: Schedule) -> None:

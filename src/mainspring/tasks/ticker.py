@@ -64,7 +64,7 @@ class Ticker:
 
     def __init__(self, tasks: Tasks) -> None:
         self._tasks = tasks
-        self._records = ScheduleRecords(tasks.mailbox)
+        self._records = ScheduleRecords(tasks)
         self._declared = tasks.schedules.declared
         self._wall = clock.wall_clock()
         self._who = DeclaringWorker(digest_of(self._declared), self._wall())
