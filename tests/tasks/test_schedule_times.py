@@ -65,13 +65,15 @@ def values(field, most):
 
 
 @pytest.mark.own_time(4)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(minute=FIELD, hour=HOUR, zone=st.sampled_from(ZONES), day=st.integers(0, 365), seconds=st.integers(0, 86_399))
 @example(minute="30", hour="2", zone="Europe/Berlin", day=86, seconds=0)
 @example(minute="30", hour="2", zone="Europe/Berlin", day=296, seconds=0)
 @example(minute="15,45", hour="2", zone="Europe/Berlin", day=297, seconds=5_400)
 @example(minute="15,45", hour="1", zone="Australia/Lord_Howe", day=93, seconds=55_000)
 @example(minute="*/7", hour="2", zone="Australia/Lord_Howe", day=275, seconds=0)
+@example(minute="*", hour="*/2", zone="Australia/Lord_Howe", day=91, seconds=0)
+@example(minute="0", hour="*/2", zone="Australia/Lord_Howe", day=274, seconds=0)
 @example(minute="30", hour="0", zone="America/Santiago", day=247, seconds=0)
 @example(minute="0", hour="*", zone="America/New_York", day=304, seconds=0)
 def test_a_cron_line_ticks_at_each_of_its_times_once(minute, hour, zone, day, seconds):

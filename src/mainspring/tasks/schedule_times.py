@@ -9,6 +9,7 @@ and those of a repeated hour come twice.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass
 from datetime import UTC, datetime, tzinfo
@@ -143,11 +144,63 @@ def _similar(tz: str) -> str:
 
 def _cron_ticks(line: str, tz: str, after: float) -> Iterator[float]:
     """Yield the ticks of a cron line after an instant, each once and in order."""
+    zone = zone_of(tz)
+    if zone is UTC or _names_times(line):
+        return _times_of_the_day(line, zone, after)
+    return _instants_that_fit(line, zone, math.floor(after))
+
+
+def _names_times(line: str) -> bool:
+    """True if a line means times of the day: it has no seconds, and begins neither the minute nor the hour with ``*``."""
+    fields = line.split()
+    return len(fields) == 5 and not fields[0].startswith("*") and not fields[1].startswith("*")
+
+
+def _times_of_the_day(line: str, zone: tzinfo, after: float) -> Iterator[float]:
     from cronsim import CronSim
 
     last = after
-    for found in CronSim(line, datetime.fromtimestamp(math.floor(after), zone_of(tz))):
+    for found in CronSim(line, datetime.fromtimestamp(math.floor(after), zone)):
         tick = found.timestamp()
         if tick > last:  # times that a gap moved are the same instant, and those of a repeated hour lie behind
             last = tick
             yield tick
+
+
+def _instants_that_fit(line: str, zone: tzinfo, after: int) -> Iterator[float]:
+    """Yield all instants whose local time fits. While the offset from UTC stays, that is a line without a zone.
+
+    With a zone, cronsim goes on by whole hours, and so leaves some out where the clocks change by half an hour.
+    """
+    from cronsim import CronSim
+
+    last, offset = after, _offset(zone, after)
+    while True:
+        for found in CronSim(line, datetime.fromtimestamp(last + offset, UTC).replace(tzinfo=None)):
+            tick = int(found.replace(tzinfo=UTC).timestamp()) - offset
+            change = _change_of_offset(zone, offset, last, tick)
+            if change is not None:
+                last, offset = change - 1, _offset(zone, change)
+                break
+            last = tick
+            yield float(tick)
+        else:
+            return
+
+
+def _offset(zone: tzinfo, instant: int) -> int:
+    """Return the seconds by which local time is ahead of UTC."""
+    offset = datetime.fromtimestamp(instant, zone).utcoffset()
+    assert offset is not None
+    return int(offset.total_seconds())
+
+
+def _change_of_offset(zone: tzinfo, offset: int, after: int, until: int) -> int | None:
+    """Return the first instant after ``after`` and up to ``until`` at which the offset is another one, or None."""
+    while after < until:
+        end = min(after + 86_400, until)
+        if _offset(zone, end) != offset:
+            between = range(after + 1, end)
+            return after + 1 + bisect_left(between, True, key=lambda instant: _offset(zone, instant) != offset)
+        after = end
+    return None
