@@ -169,10 +169,11 @@ async def test_a_transaction_that_may_not_write_is_refused(place, mailbox, kind)
                 await mailbox.send("x", connection=given)
 
 
-async def test_a_key_that_another_transaction_has_sent_leaves_this_one_as_it_was(place, kind):
-    async with place.mailbox(timeout=0.2) as mailbox, await place.connect() as other, kind.connect(place.url) as given:
+async def test_a_key_that_another_transaction_has_sent_leaves_this_one_as_it_was(place, mailbox, kind):
+    async with await place.connect() as other, kind.connect(place.url) as given:
         await mailbox.send("theirs", connection=other, dedup_key="k")
         async with kind.block(given):
+            await kind.run(given, "SET LOCAL lock_timeout = 200")
             with pytest.raises(MailboxConnectionError, match=r"has sent the same dedup_key"):
                 await mailbox.send("x", connection=given, dedup_key="k")
             await mailbox.send("y", connection=given)

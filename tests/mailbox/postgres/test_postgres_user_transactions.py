@@ -304,6 +304,15 @@ async def test_another_isolation_level_is_refused(place, mailbox, message, name)
     await message.acknowledge()
 
 
+@pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
+async def test_an_engine_in_autocommit_is_refused(place, mailbox, message, driver):
+    async with session_of(driver).connect(place.url, isolation_level="AUTOCOMMIT") as session:
+        with pytest.raises(InvalidParameterError, match=r"the engine is in AUTOCOMMIT; use one"):
+            async with mailbox.transaction(message, session):
+                pytest.fail("each statement commits by itself")
+    await message.acknowledge()
+
+
 async def test_what_does_not_fit_is_refused(place, mailbox, message, kind):
     with pytest.raises(
         InvalidParameterError, match="transaction: connection must be a psycopg AsyncConnection, an asyncpg"

@@ -324,7 +324,7 @@ async def user_transaction(given: Any) -> UserConnection:
             given = given()
         if given.in_nested_transaction():
             raise InvalidParameterError(
-                f"{what}: {given!r} is in a savepoint, and the block commits the whole; enter it outside of begin_nested()"
+                f"{what}: {given!r:.200} is in a savepoint, and the block commits the whole; enter it outside of begin_nested()"
             )
         return SqlalchemyTransaction(given, await user_connection(given, what))
     user = _user_connection(given, given, what)
@@ -394,12 +394,17 @@ def _check_open(user: UserConnection | ThreadUserConnection, what: str) -> None:
 
 def _check_transaction(user: UserConnection | ThreadUserConnection, what: str) -> None:
     _check_open(user, what)
-    if not user.begins and user.status == TransactionStatus.IDLE:
+    if user.begins or user.status != TransactionStatus.IDLE:
+        return
+    if what == "transaction":
         raise InvalidParameterError(
-            f"{what}: the connection is in autocommit and in no transaction, so there is nothing that the message could join;"
-            " send inside of a transaction (psycopg and asyncpg: in the block of connection.transaction(); Django: of"
-            " transaction.atomic()), or without connection="
+            f"{what}: the engine is in AUTOCOMMIT; use one whose isolation_level is READ COMMITTED"
         )
+    raise InvalidParameterError(
+        f"{what}: the connection is in autocommit and in no transaction, so there is nothing that the message could join;"
+        " send inside of a transaction (psycopg and asyncpg: in the block of connection.transaction(); Django: of"
+        " transaction.atomic()), or without connection="
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------- errors
