@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 
 import anyio
 import pytest
@@ -25,11 +26,18 @@ from mainspring import (
     chain,
     parallel,
 )
-from mainspring.errors import ConfigError, InvalidParameterError, JobNotFoundError, SerializationError
+from mainspring.errors import (
+    ConfigError,
+    InvalidParameterError,
+    JobNotFoundError,
+    MailboxConnectionError,
+    SerializationError,
+)
 from mainspring.mailbox.message import Counts
 from mainspring.mailbox.records import RecordWrite
 from mainspring.testing import run_virtual
 from stores import KINDS, on
+from wrapped_backend import WrappedBackend, wrap
 
 pytestmark = pytest.mark.anyio
 
@@ -187,6 +195,83 @@ def test_a_part_that_comes_again_after_it_was_recorded_is_not_run_again():
             await anyio.sleep(1)
             assert (await tasks.mailbox.counts()).settled == 4
         assert ran == [1, 2]
+
+    run_virtual(main)
+
+
+class SlowRecords(WrappedBackend):
+    """A backend whose writes of chains take a second. The first ``fail`` of them with more parts done fail."""
+
+    def __init__(self, inner, fail=0):
+        super().__init__(inner)
+        self.written = 0
+        self.fail = fail
+
+    async def write_record(self, write, envelopes=()):
+        if write.kind == "chain" and write.if_version:
+            self.written += 1
+            await anyio.sleep(1)
+            if self.written <= self.fail:
+                raise MailboxConnectionError("gone")
+        return await self.inner.write_record(write, envelopes)
+
+
+@pytest.mark.parametrize("fail", [0, 1, 3])
+def test_parts_that_end_while_the_store_writes_are_recorded_together(fail):
+    async def main():
+        tasks = Tasks(wrap(InMemoryMailbox(), partial(SlowRecords, fail=fail)), retry=RetryPolicy(jitter="none"))
+        ran = []
+
+        @tasks.task
+        async def work(number: int) -> int:
+            ran.append(number)
+            await anyio.sleep(1 + number % 3 / 10)
+            return number
+
+        async with group_of(tasks, concurrency=50):
+            job = await work.map(range(50)).send()
+            assert await job.result(timeout=60) == list(range(50))
+        assert tasks.mailbox.backend.written <= 4 + fail
+        assert sorted(ran) == list(range(50))
+
+    run_virtual(main)
+
+
+def test_of_two_loops_that_record_at_once_each_sees_what_the_other_wrote():
+    async def main():
+        tasks = Tasks(wrap(InMemoryMailbox(), SlowRecords))
+
+        @tasks.task
+        async def work(number: int) -> int:
+            await anyio.sleep(1)
+            return number
+
+        loops = [tasks.loop(name=name, concurrency=5) for name in ("one", "two")]
+        async with LoopGroup(loops, guardian=False):
+            job = await work.map(range(10)).send()
+            assert await job.result(timeout=60) == list(range(10))
+
+    run_virtual(main)
+
+
+def test_a_part_whose_worker_is_cancelled_as_it_records_leaves_the_others_to_themselves():
+    async def main():
+        tasks = Tasks(wrap(InMemoryMailbox(), SlowRecords))
+        ran = []
+
+        @tasks.task
+        async def work(number: int) -> int:
+            ran.append(number)
+            await anyio.sleep(1)
+            return number
+
+        async with tasks:
+            job = await work.map(range(9)).send()
+            async with LoopGroup([tasks.loop(concurrency=9)], guardian=False, shutdown_timeout=0):
+                await anyio.sleep(1.5)
+            async with group_of(tasks, concurrency=9):
+                assert await job.result(timeout=60) == list(range(9))
+        assert sorted(ran) == list(range(9))
 
     run_virtual(main)
 

@@ -110,7 +110,9 @@ async def _sending(state: ChainState, pages: _GivenPages | _StoredPages) -> tupl
 # --------------------------------------------------------------------------------------------------------- a part runs
 
 
-def chain_step(task: Task[..., Any]) -> Callable[[Message[Any, Any], Callable[[], Awaitable[Any]]], Awaitable[Any]]:
+def chain_step(
+    task: Task[..., Any], recordings: Recordings
+) -> Callable[[Message[Any, Any], Callable[[], Awaitable[Any]]], Awaitable[Any]]:
     """Return the wrapper that runs a part of a chain, unless it is recorded as done, records it and sends what comes next."""
     mailbox = task.tasks.mailbox
 
@@ -136,48 +138,96 @@ def chain_step(task: Task[..., Any]) -> Callable[[Message[Any, Any], Callable[[]
                 await backend.write_record(RecordWrite(PART, key, raw, CHAIN_LIFE))
         else:
             result = task.result_codec.decode(raw)
-        await _record(mailbox.backend, place, raw)
+        await recordings.record(backend, place, raw)
         return result
 
     return run_step
 
 
-async def _record(backend: Backend, place: Place, raw: bytes) -> None:
-    """Record a part as done, and send what comes next."""
+class Recordings:
+    """What the parts of chains returned that end in one loop: those of a stage that wait for the store are recorded together.
+
+    All parts of a stage change one record, and of the writers that race one wins. So there is one of them in a loop.
+    """
+
+    def __init__(self) -> None:
+        self._by_stage: dict[tuple[str, int], _StageRecordings] = {}
+
+    async def record(self, backend: Backend, place: Place, raw: bytes) -> None:
+        """Record a part as done, with the JSON of its result, and send what comes next.
+
+        Cancelled, the part may be recorded.
+        """
+        key = place.chain_id, place.stage
+        stage = self._by_stage.setdefault(key, _StageRecordings())
+        waiting = _Waiting(place.part, raw)
+        stage.waiting.append(waiting)
+        try:
+            async with stage.lock:
+                if waiting in stage.waiting:  # else the one before has recorded it
+                    together = list(stage.waiting)
+                    await _record(backend, place.chain_id, place.stage, {each.part: each.raw for each in together})
+                    stage.waiting = [each for each in stage.waiting if each not in together]
+        finally:
+            if waiting in stage.waiting:
+                stage.waiting.remove(waiting)
+            if not stage.waiting and not stage.lock.statistics().tasks_waiting:
+                self._by_stage.pop(key, None)
+
+
+class _StageRecordings:
+    """The parts of one stage that are about to be recorded."""
+
+    def __init__(self) -> None:
+        self.lock = anyio.Lock()
+        self.waiting: list[_Waiting] = []
+
+
+@dataclass(frozen=True, eq=False)
+class _Waiting:
+    part: int
+    raw: bytes
+
+
+async def _record(backend: Backend, chain_id: str, stage: int, raws: dict[int, bytes]) -> None:
+    """Record parts of a stage as done, with the JSON of their results, and send what comes next."""
     while True:
-        state = await _state_of(backend, place.chain_id)
-        if state is None or not state.awaits(place):
+        state = await _state_of(backend, chain_id)
+        if state is None:
             return
-        after = state.with_done(place.part)
+        ended = [part for part in raws if state.awaits(Place(chain_id, stage, part))]
+        if not ended:
+            return
+        after = state.with_done(ended)
         finished = after.stage if after.is_stage_done else None
         envelopes: list[Envelope] = []
         try:
             if after.is_stage_done:
-                after = after.next_stage(await _results(backend, state, place, raw) if state.is_many else raw)
+                after = after.next_stage(await _results(backend, state, raws) if state.is_many else raws[0])
             if after.state != DONE:
                 after, envelopes = await _sending(after, _StoredPages(backend))
         except JobNotFoundError:  # right if the stage has ended meanwhile, or the chain was cancelled
-            now = await _state_of(backend, place.chain_id)
+            now = await _state_of(backend, chain_id)
             if now is not None and now.version == state.version:
                 raise
             continue
         if await backend.write_record(after.write(), envelopes) is not None:
             if after.state == DONE:
-                backend.notifications.results.publish([place.chain_id])
+                backend.notifications.results.publish([chain_id])
             if finished is not None:
                 await _forget(backend, state, finished)
             return
 
 
-async def _results(backend: Backend, state: ChainState, place: Place, raw: bytes) -> bytes:
-    """Return the JSON list of what the parts of a stage returned, of which ``place`` is the last."""
-    results = {place.part: raw}
-    keys = [part_key(place.chain_id, place.stage, part) for part in range(state.parts) if part != place.part]
+async def _results(backend: Backend, state: ChainState, raws: dict[int, bytes]) -> bytes:
+    """Return the JSON list of what the parts of a stage returned: the last ones ``raws``, the others what is stored."""
+    results = dict(raws)
+    keys = [part_key(state.chain_id, state.stage, part) for part in range(state.parts) if part not in raws]
     for first in range(0, len(keys), RESULTS_AT_ONCE):
         for record in await backend.find_records(PART, keys[first : first + RESULTS_AT_ONCE]):
             results[int(record.key.rpartition("/")[2])] = record.value
     if len(results) < state.parts:
-        raise JobNotFoundError(f"chain {place.chain_id}: results of its parts are gone from the mailbox")
+        raise JobNotFoundError(f"chain {state.chain_id}: results of its parts are gone from the mailbox")
     return b"[" + b",".join(results[part] for part in range(state.parts)) + b"]"
 
 

@@ -23,7 +23,7 @@ from mainspring.tasks.calls import head
 from mainspring.validation import MAX_DELAY
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from mainspring.tasks.calls import TaskCall
 
@@ -202,9 +202,12 @@ class ChainState:
         """True if no part of the stage is awaited any more."""
         return self.state != RUNNING or self.stage > stage
 
-    def with_done(self, part: int) -> ChainState:
-        """Return the state with a part of the present stage done."""
-        return replace(self, done=self.done | 1 << part)
+    def with_done(self, parts: Iterable[int]) -> ChainState:
+        """Return the state with these parts of the present stage done."""
+        done = self.done
+        for part in parts:
+            done |= 1 << part
+        return replace(self, done=done)
 
     @property
     def is_stage_done(self) -> bool:

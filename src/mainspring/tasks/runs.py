@@ -11,7 +11,7 @@ from mainspring.errors import SerializationError
 from mainspring.mailbox import replies
 from mainspring.tasks.batches import CallBatches, OpenBatches
 from mainspring.tasks.calls import TaskCall
-from mainspring.tasks.chain_runs import chain_step
+from mainspring.tasks.chain_runs import Recordings, chain_step
 from mainspring.tasks.chain_state import CHAIN
 from mainspring.tasks.unique import latest_call
 from mainspring.worker.handler import Handler, Handlers, as_coroutine_function
@@ -126,6 +126,7 @@ class TaskRuns:
         """Those of calls that are parts of chains."""
         self._calls: dict[Task[..., Any], Callable[..., Coroutine[Any, Any, Any]]] = {}
         self._open_batches = OpenBatches(settings.concurrency)
+        self._recordings = Recordings()
         self._unreadable = make(as_coroutine_function(_never), settings, mailbox.reply_to)
         """Of messages that are no call of a registered task: reading the body raises before the function is called."""
 
@@ -196,11 +197,10 @@ class TaskRuns:
         self._calls[task] = call
         return call
 
-    @staticmethod
-    def _outer(task: Task[..., Any], *, in_chain: bool) -> tuple[Wrapper, ...]:
+    def _outer(self, task: Task[..., Any], *, in_chain: bool) -> tuple[Wrapper, ...]:
         """Return what runs around all middleware: what it records is true once that has ended well."""
         of_key = () if task.handling.debounce is None else (latest_call(task),)
-        return (*of_key, chain_step(task)) if in_chain else of_key
+        return (*of_key, chain_step(task, self._recordings)) if in_chain else of_key
 
     def _batched(self, task: Task[..., Any], size: int) -> Callable[..., Coroutine[Any, Any, Any]]:
         """Return what lets a call join a batch of its task."""
