@@ -235,6 +235,46 @@ def test_a_call_that_has_run_is_done_when_it_comes_again():
     run_virtual(main)
 
 
+def test_updates_while_the_function_runs_wait_from_the_first_of_them_on():
+    async def main():
+        tasks, clock = Tasks(InMemoryMailbox()), VirtualClock()
+        runs = []
+
+        @tasks.task(debounce=(5, 20), key="document")
+        async def index(document: str, version: int) -> None:
+            runs.append((clock.now, version))
+            await anyio.sleep(15)
+
+        async with group_of(tasks):
+            for version in range(70):
+                await index.send("a", version)
+                await anyio.sleep(1)
+            await until_done(tasks.mailbox, 60)
+        assert [(round(at), version) for at, version in runs] == [(20, 20), (40, 40), (60, 60), (75, 69)]
+
+    run_virtual(main)
+
+
+def test_a_debounced_call_is_run_however_long_no_worker_comes():
+    async def main():
+        tasks = Tasks(InMemoryMailbox())
+        runs = []
+
+        @tasks.task(debounce=1, key="document")
+        async def index(document: str, version: int) -> None:
+            runs.append(version)
+
+        async with tasks:
+            await index.send("a", 1)
+            await index.send("a", 2)
+            await anyio.sleep(90 * 86_400)
+            async with group_of(tasks):
+                await until_done(tasks.mailbox)
+        assert runs == [2]
+
+    run_virtual(main)
+
+
 def test_a_failed_run_is_tried_again_with_the_latest_call():
     async def main():
         tasks = Tasks(
@@ -307,6 +347,22 @@ def test_the_last_call_of_each_key_is_run_last_and_none_is_lost(sends, seed):
 
 
 # ------------------------------------------------------------------------------------------------------------ bad input
+
+
+async def test_a_default_is_part_of_the_key(anyio_backend):
+    tasks = Tasks(InMemoryMailbox())
+
+    @tasks.task(unique="pending", key="kind")
+    async def named(kind: str = "all") -> None: ...
+
+    @tasks.task(unique=True, key=lambda number, kind: f"{number}-{kind}")
+    async def computed(number: int, kind: str = "all") -> None: ...
+
+    async with tasks:
+        assert await named.send() == await named.send("all")
+        assert await computed.send(1) == await computed.send(1, "all")
+        with pytest.raises(InvalidParameterError, match="missing a required argument: 'number'"):
+            await computed.send()
 
 
 def test_impossible_values_are_refused():

@@ -136,6 +136,15 @@ class Parameters:
         self._check_signature((), {**arguments, lacked: None})
         return lacked
 
+    def with_defaults(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call, and the defaults of those that are not given.
+
+        :raises InvalidParameterError: one is missing or unknown.
+        """
+        bound = self._check_signature((), arguments)
+        bound.apply_defaults()
+        return bound.arguments
+
     def check_types(self) -> None:
         """Raise :class:`ConfigError` if JSON cannot hold the type of a parameter."""
         _ = self.codec
@@ -185,9 +194,9 @@ class Parameters:
             self._check_signature((), arguments)
             raise
 
-    def _check_signature(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    def _check_signature(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> inspect.BoundArguments:
         try:
-            self._signature.bind(*args, **keywords)
+            return self._signature.bind(*args, **keywords)
         except TypeError as error:
             raise InvalidParameterError(f"task {self._name}{self._signature}: {error}") from None
 

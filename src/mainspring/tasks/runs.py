@@ -199,7 +199,8 @@ class TaskRuns:
 
     def _outer(self, task: Task[..., Any], *, in_chain: bool) -> tuple[Wrapper, ...]:
         """Return what runs around all middleware: what it records is true once that has ended well."""
-        of_key = () if task.handling.debounce is None else (latest_call(task),)
+        debounce = task.handling.debounce
+        of_key = () if debounce is None else (latest_call(task, debounce),)
         return (*of_key, chain_step(task, self._recordings)) if in_chain else of_key
 
     def _batched(self, task: Task[..., Any], size: int) -> Callable[..., Coroutine[Any, Any, Any]]:

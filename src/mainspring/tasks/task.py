@@ -315,7 +315,7 @@ class Task(Generic[P, R]):
         if debounce is None:
             return await send_once(self, envelope, key)
         envelope.headers = {**envelope.headers, DEBOUNCE: key}
-        return await send_debounced(self, envelope, self.encode(arguments), key, debounce)
+        return await send_debounced(self, envelope, self.encode(arguments), key, debounce.wait)
 
     @asynccontextmanager
     async def prepared(self, calls: list[OutgoingCall]) -> AsyncIterator[list[Envelope]]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from mainspring.core import clock
@@ -47,8 +47,8 @@ LONGEST_KEY = 512
 """The most characters of a key."""
 PENDING: Final = "pending"
 RECORD_LIFE = 30 * 86_400.0
-"""Seconds that the record of a pending or debounced call is kept after the last send: a call that waits longer than that is
-no longer known by its key."""
+"""Seconds that the record of a pending call is kept after the last send: a call that waits longer than that is no longer known
+by its key. That of a debounced call holds the call itself, and is kept as long as a record can be."""
 MOST_WAITS = 10
 """How many times its ``debounce`` a call waits at most, while others come, where nothing else is said."""
 
@@ -111,7 +111,8 @@ def key_of(task: Task[..., Any], call: TaskCall) -> str:
         return _named(task, task.sending.key)
     key = task.handling.key
     if key is not None:
-        return _named(task, key(**call.arguments) if callable(key) else call.arguments.get(key))
+        arguments = task.parameters.with_defaults(call.arguments)
+        return _named(task, key(**arguments) if callable(key) else arguments[key])
     task.parameters.check(call.arguments)
     arguments = json.loads(task.parameters.encode(task.parameters.without_defaults(call.arguments)))
     in_one_order = json.dumps(arguments, sort_keys=True).encode()
@@ -155,23 +156,20 @@ async def send_once(task: Task[..., Any], envelope: Envelope, key: str) -> str:
             return envelope.message_id
 
 
-async def send_debounced(task: Task[..., Any], envelope: Envelope, call: bytes, key: str, debounce: Debounce) -> str:
+async def send_debounced(task: Task[..., Any], envelope: Envelope, call: bytes, key: str, wait: float) -> str:
     """Let a call (as JSON) be the latest of its key. Return the id of the message that will run it."""
     backend = task.tasks.mailbox.backend
     while True:
         now = clock.utc_now().timestamp()
         latest = await _latest(backend, key)
         if latest is not None and await backend.find([latest.message_id]):
-            due = min(now + debounce.wait, latest.first + debounce.most)
-            value = _written(latest.message_id, latest.first, due, call)
-            write = RecordWrite(DEBOUNCE, key, value, RECORD_LIFE + debounce.most, latest.version)
-            if await backend.write_record(write):
+            if await _keep(backend, key, replace(latest, sent=now, call=call)):
                 return latest.message_id
             continue
-        envelope.delay = debounce.wait
-        value = _written(envelope.message_id, now, now + debounce.wait, call)
+        envelope.delay = wait
         version = 0 if latest is None else latest.version
-        if await _stand(backend, DEBOUNCE, key, envelope, RECORD_LIFE + debounce.most, version, value):
+        value = _LatestCall(envelope.message_id, now, now, call, version).value
+        if await _stand(backend, DEBOUNCE, key, envelope, MAX_DELAY, version, value):
             return envelope.message_id
 
 
@@ -189,22 +187,34 @@ class _LatestCall:
 
     message_id: str
     first: float
-    due: float
+    """When the first call was sent of those that it stands for."""
+    sent: float
     call: bytes
     version: int
 
+    def due(self, debounce: Debounce) -> float:
+        """Return when it may run."""
+        return min(self.sent + debounce.wait, self.first + debounce.most)
 
-def _written(message_id: str, first: float, due: float, call: bytes) -> bytes:
-    head = json.dumps({"id": message_id, "first": first, "due": due}).encode()
-    value = head[:-1] + b', "call":' + call + b"}"
-    check_size("a debounced call", value)
-    return value
+    @property
+    def value(self) -> bytes:
+        """The value of the record. Raise :class:`SerializationError` if it is larger than a record may be."""
+        head = json.dumps({"id": self.message_id, "first": self.first, "sent": self.sent}).encode()
+        value = head[:-1] + b', "call":' + self.call + b"}"
+        check_size("a debounced call", value)
+        return value
+
+
+async def _keep(backend: Backend, key: str, latest: _LatestCall) -> bool:
+    """Write the record of the latest call, if it has still this version. Return True if it had."""
+    write = RecordWrite(DEBOUNCE, key, latest.value, MAX_DELAY, latest.version)
+    return await backend.write_record(write) is not None
 
 
 def _read(record: Record) -> _LatestCall:
     head, _, call = record.value.partition(b', "call":')
     said = json.loads(head + b"}")
-    return _LatestCall(said["id"], said["first"], said["due"], call[:-1], record.version)
+    return _LatestCall(said["id"], said["first"], said["sent"], call[:-1], record.version)
 
 
 async def _latest(backend: Backend, key: str) -> _LatestCall | None:
@@ -216,7 +226,9 @@ async def _latest(backend: Backend, key: str) -> _LatestCall | None:
 # ----------------------------------------------------------------------------------------------------------- running
 
 
-def latest_call(task: Task[..., Any]) -> Callable[[Message[Any, Any], Callable[[], Awaitable[Any]]], Awaitable[Any]]:
+def latest_call(
+    task: Task[..., Any], debounce: Debounce
+) -> Callable[[Message[Any, Any], Callable[[], Awaitable[Any]]], Awaitable[Any]]:
     """Return the wrapper that runs the latest call of a message's key, once its time has come."""
     mailbox = task.tasks.mailbox
 
@@ -227,14 +239,24 @@ def latest_call(task: Task[..., Any]) -> Callable[[Message[Any, Any], Callable[[
         latest = await _latest(mailbox.backend, key)
         if latest is None or latest.message_id != message.id:
             return ALREADY_DONE  # its worker died before it was acknowledged
-        early = latest.due - clock.utc_now().timestamp()
+        began = clock.utc_now().timestamp()
+        early = latest.due(debounce) - began
         if early > 0:
             raise Retry(delay=early, charge=False)
         message.body.arguments = mailbox.codec.decode(latest.call).arguments
         result = await call()
         delete = RecordWrite(DEBOUNCE, key, None, if_version=latest.version)
         if await mailbox.backend.write_record(delete) is None:
-            raise Retry(delay=0, charge=False)  # an update came meanwhile: it is run at its time
+            raise Retry(delay=await _delay_of_update(mailbox.backend, key, began, debounce), charge=False)
         return result
 
     return run_latest
+
+
+async def _delay_of_update(backend: Backend, key: str, began: float, debounce: Debounce) -> float:
+    """Return the seconds until the run of a call that came while another ran. It waits as if none had come before."""
+    while (latest := await _latest(backend, key)) is not None:
+        update = replace(latest, first=max(latest.first, began))
+        if await _keep(backend, key, update):
+            return max(0.0, update.due(debounce) - clock.utc_now().timestamp())
+    return 0.0
