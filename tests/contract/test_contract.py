@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 LACKING: dict[str, set[str]] = {
     "memory-json": {"durable", "cross_process"},
     "memory-objects": {"durable", "cross_process", "serializes"},
-    "sqlite": set(),
+    "sqlite": {"announces_records"},
 }
 
 

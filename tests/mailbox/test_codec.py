@@ -311,7 +311,7 @@ class Measured:
         (dict[str, float], lambda number: {"a": number}),
         (float | None, lambda number: number),
     ],
-    ids=str,
+    ids=["field", "float", "list", "dict", "optional"],
 )
 @given(number=st.one_of(st.integers(-(10**30), 10**30), st.floats(allow_nan=False, allow_infinity=False)))
 def test_an_integer_that_a_float_cannot_hold_is_refused(kind, make, number):
