@@ -299,6 +299,34 @@ def test_a_recorded_part_whose_result_is_kept_too_is_done_when_it_comes_again():
     run_virtual(main)
 
 
+def test_a_step_is_not_run_again_while_there_is_no_room_for_the_next_one():
+    async def main():
+        tasks = Tasks(InMemoryMailbox(capacity=4), retry=RetryPolicy(jitter="none"))
+        ran = []
+
+        @tasks.task
+        async def work(number: int) -> int:
+            ran.append(number)
+            return number + 1
+
+        @tasks.task
+        async def block() -> None:
+            await anyio.sleep(60)
+
+        async with group_of(tasks):
+            await block.send_many([()] * 3)
+            job = await chain(work.s(1), parallel([work.s(number) for number in (5, 6)])).send()
+            await anyio.sleep(30)
+            assert ran == [1]
+            assert (await job.status()).parts_done == 0
+            assert await job.result(timeout=100) == [6, 7]
+            await anyio.sleep(1)
+            assert await tasks.mailbox.backend.list_records("chain part", 10, None) == []
+        assert ran == [1, 5, 6]
+
+    run_virtual(main)
+
+
 def test_a_reply_error_gives_a_part_up():
     async def main():
         tasks = Tasks(InMemoryMailbox())

@@ -12,6 +12,7 @@ import anyio
 from mainspring.errors import (
     ConfigError,
     JobNotFoundError,
+    MailboxFullError,
     Reject,
     ReplyError,
     RequestCancelledError,
@@ -124,21 +125,28 @@ def chain_step(
             if state is not None and state.is_past(place.stage):
                 await _forget(backend, state, place.stage)  # a worker may have died before it had
             return ALREADY_DONE
-        key, raw = part_key(place.chain_id, place.stage, place.part), None
-        for part in await backend.find_records(PART, [key]) if state.is_many else ():
-            raw = part.value
-        if raw is None:
+        key = part_key(place.chain_id, place.stage, place.part)
+        kept = await backend.find_records(PART, [key]) if state.is_many or message.delivery_count > 1 else []
+        if kept:
+            raw = kept[0].value
+            result = task.result_codec.decode(raw)
+        else:
             try:
                 result = await call()
             except ReplyError as error:  # acknowledged, the part would leave its chain waiting for ever
                 raise Reject(str(error)) from error
             raw = task.encode_result(result)
             check_size("the result of a part of a chain", raw)
-            if state.is_many:
-                await backend.write_record(RecordWrite(PART, key, raw, CHAIN_LIFE))
-        else:
-            result = task.result_codec.decode(raw)
-        await recordings.record(backend, place, raw)
+        keep = RecordWrite(PART, key, raw, CHAIN_LIFE)
+        if state.is_many and not kept:
+            await backend.write_record(keep)
+        try:
+            await recordings.record(backend, place, raw)
+        except MailboxFullError:  # it has run, and there is no room yet for the call after it
+            await backend.write_record(keep)
+            raise
+        if kept and not state.is_many:
+            await backend.write_record(RecordWrite(PART, key, None))
         return result
 
     return run_step
