@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import threading
@@ -604,3 +605,29 @@ async def test_a_task_is_not_registered_while_a_loop_runs():
         with pytest.raises(ConfigError, match="register tasks before"):
             tasks.task(test_a_task_is_not_registered_while_a_loop_runs)
     tasks.task(name="later")(test_a_task_is_not_registered_while_a_loop_runs)
+
+
+async def test_a_loop_imports_the_modules_that_register_tasks(anyio_backend, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    base, more = f"base_{tmp_path.name}", f"more_{tmp_path.name}"
+    (tmp_path / f"{base}.py").write_text(
+        f"from mainspring import Tasks\ntasks = Tasks('memory://{base}', modules=['{more}'])\nran = []\n"
+    )
+    (tmp_path / f"{more}.py").write_text(
+        f"from {base} import ran, tasks\n@tasks.task\nasync def late(number: int) -> None:\n    ran.append(number)\n"
+    )
+    module = importlib.import_module(base)
+    assert module.tasks.registered == {}
+    async with group_of(module.tasks):
+        await module.tasks.registered["late"].send(1)
+        await until_done(module.tasks.mailbox)
+    assert module.ran == [1]
+
+
+async def test_a_module_that_does_not_import_is_named(anyio_backend):
+    tasks = Tasks("memory://no-module", modules=["no_such_module"])
+    with pytest.raises(ConfigError, match="'no_such_module' does not import: ModuleNotFoundError"):
+        await group_of(tasks).run(install_signals=False)
+    for wrong in ("app.emails", [5]):
+        with pytest.raises(ConfigError, match="a list of names of modules"):
+            Tasks("memory://no-module", modules=wrong)

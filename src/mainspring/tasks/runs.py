@@ -75,10 +75,12 @@ class Pools:
         """In which batches run, for as long as the loop does."""
 
     async def __aenter__(self) -> Self:
-        """Open the pools of the tasks that are registered by now.
+        """Import the modules of tasks, and open the pools of those that are registered by then.
 
-        :raises ConfigError: a function cannot run where its task says, or JSON cannot hold the type of a parameter.
+        :raises ConfigError: a module cannot be imported, a function cannot run where its task says, or JSON cannot hold the
+            type of a parameter.
         """
+        self._tasks.import_modules()
         for task in self._tasks.registered.values():
             task.parameters.check_types()
         pools = {task.name: self._pool_of(task) for task in self._tasks.registered.values() if not task.is_async}

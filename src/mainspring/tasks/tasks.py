@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 import sys
 from contextlib import contextmanager
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Protocol, Self, TypeVar, overload
 
 from mainspring.core.introspection import check_runs, instead_of, name_of
-from mainspring.errors import ConfigError
+from mainspring.errors import ConfigError, describe
 from mainspring.mailbox.codec import Codec
 from mainspring.mailbox.limits import check_send
 from mainspring.mailbox.mailbox import Mailbox
@@ -84,6 +85,8 @@ class Tasks:
     :param retry: how long a failed call waits before it is tried again, where its task does not say.
     :param dead_letter: when a call is given up, where its task does not say.
     :param middleware: what runs around each send and each run of its tasks, the outermost first.
+    :param modules: modules that register tasks, as ``["app.emails"]``: a loop imports them as it starts, so that a worker has
+        all tasks whatever its own module imports.
     :raises ConfigError: the URL cannot be used, or the mailbox has a type of bodies.
     """
 
@@ -95,7 +98,13 @@ class Tasks:
         retry: RetryPolicy | None = None,
         dead_letter: DeadLetterPolicy | None = None,
         middleware: Sequence[Middleware] = (),
+        modules: Sequence[str] = (),
     ) -> None:
+        if isinstance(modules, str) or not all(isinstance(module, str) for module in modules):
+            raise ConfigError(
+                f"Tasks: modules must be a list of names of modules, as ['app.emails'], not {modules!r:.100}"
+            )
+        self._modules = tuple(modules)
         self.registered: dict[str, Task[..., Any]] = {}
         """The tasks by their names."""
         self._schedules: Schedules | None = None
@@ -308,6 +317,19 @@ class Tasks:
         return self.schedule(
             Schedule(name or str(task), task, cron=line, args=args, tz=tz, misfire=misfire, jitter=jitter)
         )
+
+    def import_modules(self) -> None:
+        """Import the modules that register tasks.
+
+        :raises ConfigError: one cannot be imported.
+        """
+        for module in self._modules:
+            try:
+                import_module(module)
+            except Exception as error:
+                raise ConfigError(
+                    f"tasks {self.name!r}: module {module!r} does not import: {describe(error)}"
+                ) from error
 
     # ------------------------------------------------------------------------------------------------------- working
 
