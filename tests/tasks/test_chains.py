@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mainspring import (
+    Context,
     DeadLetterPolicy,
+    Deadline,
     InMemoryMailbox,
     JobState,
     LoopGroup,
@@ -190,8 +192,8 @@ def test_a_part_that_comes_again_after_it_was_recorded_is_not_run_again():
         async with group_of(tasks):
             job = await chain(work.s(1), work.s()).send()
             assert await job.result() == 3
-            await tasks.mailbox.send(work.s(1), headers={"chain": f"{job.id}/0/0"})
-            await tasks.mailbox.send(work.s(2), headers={"chain": f"{job.id}/1/0"})
+            await tasks.mailbox.send(work.s(1), headers={"mainspring-chain": f"{job.id}/0/0"})
+            await tasks.mailbox.send(work.s(2), headers={"mainspring-chain": f"{job.id}/1/0"})
             await anyio.sleep(1)
             assert (await tasks.mailbox.counts()).settled == 4
         assert ran == [1, 2]
@@ -291,7 +293,7 @@ def test_a_recorded_part_whose_result_is_kept_too_is_done_when_it_comes_again():
             await backend.write_record(
                 RecordWrite("chain calls", f"{job.id}/0/0000000", b"[]")
             )  # the worker died before
-            await tasks.mailbox.send(work.s(1), headers={"chain": f"{job.id}/0/0", "result_ttl": "60"})
+            await tasks.mailbox.send(work.s(1), headers={"mainspring-chain": f"{job.id}/0/0", "result_ttl": "60"})
             await anyio.sleep(1)
             assert await tasks.mailbox.counts() == Counts(settled=3)
             assert await backend.list_records("chain calls", 10, None) == []
@@ -323,6 +325,73 @@ def test_a_step_is_not_run_again_while_there_is_no_room_for_the_next_one():
             await anyio.sleep(1)
             assert await tasks.mailbox.backend.list_records("chain part", 10, None) == []
         assert ran == [1, 5, 6]
+
+    run_virtual(main)
+
+
+def test_many_calls_that_are_large_together_are_kept_in_smaller_pages():
+    async def main():
+        tasks = Tasks(InMemoryMailbox())
+
+        @tasks.task
+        async def count(text: str, letter: str) -> int:
+            return text.count(letter)
+
+        @tasks.task
+        async def give(letter: str) -> str:
+            return letter
+
+        async with group_of(tasks):
+            calls = [count.s("a" * (9_000 + number)) for number in range(250)]
+            job = await chain(give.s("a"), parallel(calls)).send()
+            assert await job.result() == [9_000 + number for number in range(250)]
+            await anyio.sleep(1)
+            assert await tasks.mailbox.backend.list_records("chain calls", 10, None) == []
+
+    run_virtual(main)
+
+
+def test_calls_of_a_chain_expire_and_have_a_deadline():
+    async def main():
+        tasks = Tasks(InMemoryMailbox())
+        late = []
+
+        @tasks.task(expires_in=30)
+        async def short(number: int) -> int:
+            return number
+
+        @tasks.task
+        async def slow(ctx: Context, number: int) -> int:
+            late.append(ctx.remaining())
+            await anyio.sleep(20)
+            return number
+
+        async with tasks:
+            job = await chain(short.s(1), slow.s()).send()
+            await anyio.sleep(40)
+            with pytest.raises(RequestFailedError, match="stage 0 is dead"):
+                await job.result()
+            async with group_of(tasks):
+                due = slow.options(deadline=Deadline.after(30))
+                job = await chain(due.s(1), due.s()).send()
+                with pytest.raises(RequestFailedError, match="stage 1 is dead: DeadlineExceededError"):
+                    await job.result()
+        assert [round(seconds) for seconds in late] == [30, 10]
+
+    run_virtual(main)
+
+
+def test_a_header_of_the_users_own_is_none_of_a_chain():
+    async def main():
+        tasks = Tasks(InMemoryMailbox())
+
+        @tasks.task(result_ttl=60)
+        async def work(number: int) -> int:
+            return number
+
+        async with group_of(tasks):
+            job = await work.options(headers={"chain": "bitcoin"}).send(1)
+            assert await job.result(timeout=60) == 1
 
     run_virtual(main)
 
@@ -553,6 +622,8 @@ async def test_what_cannot_be_a_chain_is_refused_before_anything_is_sent(anyio_b
         chain(unique.s(1))
     with pytest.raises(ConfigError, match="takes no unique"):
         chain(one.options(delay=5).s(1))
+    with pytest.raises(ConfigError, match="takes no connection= or dedup_key="):
+        chain(one.options(dedup_key="a").s(1))
     with pytest.raises(InvalidParameterError, match="missing a required argument"):
         chain(one.s(1), work.s())
     with pytest.raises(InvalidParameterError, match="unexpected keyword argument 'nam'"):
@@ -564,6 +635,8 @@ async def test_what_cannot_be_a_chain_is_refused_before_anything_is_sent(anyio_b
             chain(wrong)
         with pytest.raises(InvalidParameterError, match=r"parallel takes calls, as task\.s\(1\)"):
             parallel([wrong])
+        with pytest.raises(InvalidParameterError, match=r"parallel takes calls, as \[task"):
+            parallel(wrong)
     with pytest.raises(InvalidParameterError, match="concurrency must be a whole number from 1"):
         one.map([1], concurrency=0)
     async with tasks:

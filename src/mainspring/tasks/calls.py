@@ -79,6 +79,7 @@ class Parameters:
         self._required = {each.name for each in sent if each.default is _NO_DEFAULT}
         self._defaults = {each.name: each.default for each in sent if each.default is not _NO_DEFAULT}
         self._codec: Codec | None = None
+        self._codecs_of_given: dict[frozenset[str], Codec] = {}
 
     def _element(self, signature: inspect.Signature, sent: list[inspect.Parameter]) -> inspect.Parameter:
         """Return the parameter of a function for batches as each call gives it: one element of the list."""
@@ -116,11 +117,15 @@ class Parameters:
         missing = self.missing(arguments)
         if missing is None:
             return self.encode(arguments), None
-        import typing_extensions
+        given = frozenset(arguments)
+        codec = self._codecs_of_given.get(given)
+        if codec is None:
+            import typing_extensions
 
-        typed_dict: Any = typing_extensions.TypedDict
-        kind = typed_dict(f"task {self._name}", {name: self._types[name] for name in arguments})
-        return _Arguments(kind).encode(arguments), missing
+            typed_dict: Any = typing_extensions.TypedDict
+            kind = typed_dict(f"task {self._name}", {name: self._types[name] for name in arguments})
+            self._codecs_of_given[given] = codec = _Arguments(kind)
+        return codec.encode(arguments), missing
 
     def missing(self, arguments: dict[str, Any]) -> str | None:
         """Return the name of the parameter that has neither an argument nor a default, or None if each has one.

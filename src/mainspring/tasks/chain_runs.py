@@ -29,7 +29,7 @@ from mainspring.tasks.chain_state import (
     CHAIN,
     CHAIN_LIFE,
     DONE,
-    PAGE,
+    HEADER,
     PART,
     ChainState,
     Place,
@@ -60,8 +60,8 @@ async def begin(tasks: Tasks, stages: Sequence[Stage], result_ttl: float) -> Cha
     if not mailbox.capabilities.records:
         raise ConfigError(f"a chain needs a mailbox that keeps records (Capabilities.records), not {mailbox!r}")
     chain_id = new_chain_id()
-    writes = pages_of(chain_id, stages)
-    state, envelopes = await _sending(ChainState.first(chain_id, stages, result_ttl), _GivenPages(writes))
+    writes, pages = pages_of(chain_id, stages)
+    state, envelopes = await _sending(ChainState.first(chain_id, stages, pages, result_ttl), _GivenPages(writes))
     for write in writes:
         await mailbox.backend.write_record(write)
     await mailbox.backend.write_record(state.write(), envelopes)
@@ -92,19 +92,20 @@ class _StoredPages:
 
 async def _sending(state: ChainState, pages: _GivenPages | _StoredPages) -> tuple[ChainState, list[Envelope]]:
     """Return the state in which what may run is sent, and the messages for that."""
-    after, parts = state.with_sent()
+    (after, parts), size = state.with_sent(), state.page
     envelopes: list[Envelope] = []
     calls: list[Any] = []
     for part in parts:
-        if not envelopes or part % PAGE == 0:
-            page = await pages.page(page_key(state.chain_id, state.stage, part // PAGE))
+        if not envelopes or part % size == 0:
+            page = await pages.page(page_key(state.chain_id, state.stage, part // size))
             calls = json.loads(page or b"[]")
-        if part % PAGE >= len(calls):
+        if part % size >= len(calls):
             raise JobNotFoundError(f"chain {state.chain_id}: its calls are gone from the mailbox")
-        call = StoredCall(**calls[part % PAGE])
+        call = StoredCall(**calls[part % size])
         place = Place(state.chain_id, state.stage, part)
-        headers = {**call.headers, CHAIN: str(place)}
-        envelopes.append(Envelope(place.message_id, call.body(state.result), priority=call.priority, headers=headers))
+        envelope = Envelope(place.message_id, call.body(state.result), priority=call.priority)
+        envelope.headers, envelope.expires_in = {**call.headers, HEADER: str(place)}, call.expires_in
+        envelopes.append(envelope)
     return after, envelopes
 
 
@@ -118,7 +119,7 @@ def chain_step(
     mailbox = task.tasks.mailbox
 
     async def run_step(message: Message[Any, Any], call: Callable[[], Awaitable[Any]]) -> Any:
-        place = Place.read(message.headers[CHAIN])
+        place = Place.read(message.headers[HEADER])
         backend = mailbox.backend
         state = await _state_of(backend, place.chain_id)
         if state is None or not state.awaits(place):
@@ -241,8 +242,8 @@ async def _results(backend: Backend, state: ChainState, raws: dict[int, bytes]) 
 
 async def _forget(backend: Backend, state: ChainState, stage: int) -> None:
     """Delete what is kept of a stage that is done: nothing reads it any more."""
-    parts, is_many, _ = state.stages[stage]
-    keys = [(CALLS, page_key(state.chain_id, stage, page)) for page in range((parts - 1) // PAGE + 1)]
+    parts, is_many, _, size = state.stages[stage]
+    keys = [(CALLS, page_key(state.chain_id, stage, page)) for page in range((parts - 1) // size + 1)]
     keys += [(PART, part_key(state.chain_id, stage, part)) for part in range(parts)] if is_many else []
     for first in range(0, len(keys), DELETED_AT_ONCE):
         async with anyio.create_task_group() as deletions:  # a store makes them in one step

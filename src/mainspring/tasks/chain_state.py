@@ -18,9 +18,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Self
 
 from mainspring.core import random
-from mainspring.mailbox.records import RecordWrite, check_size
+from mainspring.mailbox.records import MAX_RECORD, RecordWrite, check_size
+from mainspring.runtime.deadline import with_deadline
 from mainspring.tasks.calls import head
-from mainspring.validation import MAX_DELAY
+from mainspring.validation import MAX_DELAY, as_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -28,11 +29,13 @@ if TYPE_CHECKING:
     from mainspring.tasks.calls import TaskCall
 
 CHAIN: Final = "chain"
-"""The kind of the record of a chain, and the header of its messages: the chain's id, the stage and the part."""
+"""The kind of the record of a chain."""
+HEADER: Final = "mainspring-chain"
+"""The header of the messages of a chain: its id, the stage and the part."""
 CALLS: Final = "chain calls"
 PART: Final = "chain part"
 PAGE = 100
-"""How many calls of a stage are in one record."""
+"""The most calls of a stage in one record."""
 CONCURRENCY = 100
 """How many parts of a stage are sent at once, where nothing else is said."""
 CHAIN_LIFE = MAX_DELAY
@@ -64,13 +67,17 @@ class StoredCall:
     into: str | None
     priority: int
     headers: dict[str, str]
+    expires_in: float | None
 
     @classmethod
     def of(cls, call: TaskCall) -> StoredCall:
         """Return the call as it is stored. Raise :class:`SerializationError` if an argument is not of its type."""
         task = call.task
         given, into = task.parameters.encode_given(call.arguments)
-        return cls(task.name, given.decode(), into, task.sending.priority, task.sending.own_headers)
+        how = task.sending
+        headers = with_deadline(how.own_headers, how.deadline) or {}
+        expiry = None if how.expires_in is None else float(as_seconds(how.expires_in))
+        return cls(task.name, given.decode(), into, how.priority, dict(headers), expiry)
 
     def body(self, result: bytes) -> bytes:
         """Return the JSON of the message, with the ``result`` (JSON) of the stage before."""
@@ -81,19 +88,35 @@ class StoredCall:
         return head(self.task) + args + b"}"
 
 
-def pages_of(chain_id: str, stages: Sequence[Stage]) -> list[RecordWrite]:
-    """Return the writes that store the calls of a chain.
+def pages_of(chain_id: str, stages: Sequence[Stage]) -> tuple[list[RecordWrite], list[int]]:
+    """Return the writes that store the calls of a chain, and how many calls a page of each stage has.
 
-    :raises SerializationError: an argument is not of its type, or a page is larger than a record may be.
+    :raises SerializationError: an argument is not of its type, or a call is larger than a record may be.
     """
-    writes = []
+    writes: list[RecordWrite] = []
+    sizes: list[int] = []
     for number, stage in enumerate(stages):
-        calls = [vars(StoredCall.of(call)) for call in stage.calls]
-        for page in range(0, len(calls), PAGE):
-            value = json.dumps(calls[page : page + PAGE]).encode()
-            check_size(f"a page of {PAGE} calls of a chain", value)
-            writes.append(RecordWrite(CALLS, page_key(chain_id, number, page // PAGE), value, CHAIN_LIFE))
-    return writes
+        calls = [json.dumps(vars(StoredCall.of(call))).encode() for call in stage.calls]
+        sizes.append(size := _page_size(calls))
+        for page, first in enumerate(range(0, len(calls), size)):
+            value = _page(calls[first : first + size])
+            check_size(f"a call of task {stage.calls[first].task.name} in a chain", value)
+            writes.append(RecordWrite(CALLS, page_key(chain_id, number, page), value, CHAIN_LIFE))
+    return writes, sizes
+
+
+def _page(calls: list[bytes]) -> bytes:
+    return b"[" + b",".join(calls) + b"]"
+
+
+def _page_size(calls: list[bytes]) -> int:
+    """Return how many calls a page has, so that each page is as large as a record may be or smaller."""
+    size = PAGE
+    while size > 1 and any(
+        len(_page(calls[first : first + size])) > MAX_RECORD for first in range(0, len(calls), size)
+    ):
+        size //= 2
+    return size
 
 
 def page_key(chain_id: str, stage: int, page: int) -> str:
@@ -135,8 +158,8 @@ class ChainState:
 
     chain_id: str
     version: int
-    stages: tuple[tuple[int, bool, int], ...]
-    """Of each stage: how many parts it has, whether it is of many, and its concurrency."""
+    stages: tuple[tuple[int, bool, int, int], ...]
+    """Of each stage: how many parts it has, whether it is of many, its concurrency, and how many calls a page of it has."""
     result_ttl: float
     stage: int = 0
     sent: int = 0
@@ -150,9 +173,11 @@ class ChainState:
     """The task of the last stage, if that is of one part."""
 
     @classmethod
-    def first(cls, chain_id: str, given: Sequence[Stage], result_ttl: float) -> ChainState:
-        """Return the state of a chain of which nothing is sent."""
-        stages = tuple((len(stage.calls), stage.is_many, stage.concurrency) for stage in given)
+    def first(cls, chain_id: str, given: Sequence[Stage], pages: Sequence[int], result_ttl: float) -> ChainState:
+        """Return the state of a chain of which nothing is sent. ``pages`` is what :func:`pages_of` returns."""
+        stages = tuple(
+            (len(stage.calls), stage.is_many, stage.concurrency, page) for stage, page in zip(given, pages, strict=True)
+        )
         last = given[-1]
         return cls(chain_id, 0, stages, result_ttl, task="" if last.is_many else last.calls[0].task.name)
 
@@ -180,6 +205,11 @@ class ChainState:
     def parts(self) -> int:
         """How many parts the present stage has."""
         return self.stages[self.stage][0]
+
+    @property
+    def page(self) -> int:
+        """How many calls of the present stage are in one record."""
+        return self.stages[self.stage][3]
 
     @property
     def is_many(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from mainspring.errors import ConfigError, InvalidParameterError
@@ -12,7 +13,7 @@ from mainspring.tasks.chain_state import CONCURRENCY, Stage
 from mainspring.validation import MAX_DELAY, Seconds, as_seconds, is_whole
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from mainspring.tasks.chain_runs import ChainJob
     from mainspring.tasks.tasks import Tasks
@@ -91,6 +92,8 @@ def parallel(
     :raises ConfigError: there is no call, or the calls are of several ``Tasks``.
     :raises InvalidParameterError: a call lacks more than one argument, or the concurrency is below 1.
     """
+    if not isinstance(calls, Iterable):
+        raise InvalidParameterError(f"parallel takes calls, as [task.s(1), task.s(2)], not {calls!r:.100}")
     given = tuple(calls)
     for call in given:
         if not isinstance(call, TaskCall):

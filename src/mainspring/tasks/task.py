@@ -253,6 +253,8 @@ class Task(Generic[P, R]):
             raise ConfigError(
                 f"task {self.name}: a call in a chain takes no unique, debounce, delay or at: it runs after the one before"
             )
+        if self.sending.connection is not None or self.sending.dedup_key is not None:
+            raise ConfigError(f"task {self.name}: a call in a chain takes no connection= or dedup_key=; leave them out")
         missing = self.parameters.missing(arguments)
         if missing is not None and not takes_result:
             raise InvalidParameterError(f"task {self.name}: {missing} is missing, and no result before gives it")
