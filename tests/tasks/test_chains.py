@@ -370,12 +370,12 @@ def test_calls_of_a_chain_expire_and_have_a_deadline():
             job = await chain(short.s(1), slow.s()).send()
             await anyio.sleep(40)
             with pytest.raises(RequestFailedError, match="stage 0 is dead"):
-                await job.result()
+                await job.result(timeout=100)
             async with group_of(tasks):
                 due = slow.options(deadline=Deadline.after(30))
                 job = await chain(due.s(1), due.s()).send()
                 with pytest.raises(RequestFailedError, match="stage 1 is dead: DeadlineExceededError"):
-                    await job.result()
+                    await job.result(timeout=100)
         assert [round(seconds) for seconds in late] == [30, 10]
 
     run_virtual(main)

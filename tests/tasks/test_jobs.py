@@ -393,3 +393,12 @@ def test_a_call_that_expired_says_so():
             assert (await job.status()).state is JobState.EXPIRED
 
     run_virtual(main)
+
+
+def test_an_id_that_is_no_text_is_refused():
+    tasks = Tasks(InMemoryMailbox())
+    for wrong in (5, None, "\ud800"):
+        with pytest.raises(InvalidParameterError, match="job_id must be"):
+            tasks.job(wrong)
+        with pytest.raises(InvalidParameterError, match="chain_id must be"):
+            tasks.chain_job(wrong)

@@ -308,7 +308,7 @@ async def _look(mailbox: Mailbox[Any, Any], message_id: str) -> JobOutcome:
 
 
 def _not_found(message_id: str, why: str) -> JobNotFoundError:
-    return JobNotFoundError(f"job {message_id}: {why}")
+    return JobNotFoundError(f"job {message_id:.200}: {why}")
 
 
 def _of_unfinished(found: UnfinishedMessage, task: str | None) -> JobStatus:

@@ -386,7 +386,9 @@ class ChainJob:
     async def _state(self) -> ChainState:
         state = await _state_of(self._tasks.mailbox.backend, self.id)
         if state is None:
-            raise JobNotFoundError(f"chain {self.id}: it is not in this mailbox, or its result is not kept any more")
+            raise JobNotFoundError(
+                f"chain {self.id:.200}: it is not in this mailbox, or its result is not kept any more"
+            )
         return state
 
 

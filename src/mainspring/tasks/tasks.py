@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Protocol, Self, TypeV
 from mainspring.core.introspection import check_runs, instead_of, name_of
 from mainspring.errors import ConfigError, describe
 from mainspring.mailbox.codec import Codec
-from mainspring.mailbox.limits import check_send
+from mainspring.mailbox.limits import check_id, check_send
 from mainspring.mailbox.mailbox import Mailbox
 from mainspring.mailbox.open import open_mailbox
 from mainspring.tasks.batches import check_batch
@@ -367,13 +367,21 @@ class Tasks:
         )
 
     def job(self, job_id: str) -> Job[Any]:
-        """Return the job of that id, as :attr:`Job.id` gave it, perhaps in another process. The store is not asked for it."""
+        """Return the job of that id, as :attr:`Job.id` gave it, perhaps in another process. The store is not asked for it.
+
+        :raises InvalidParameterError: it is no text.
+        """
+        check_id("tasks.job: job_id", job_id)
         return Job(self, job_id)
 
     def chain_job(self, chain_id: str) -> ChainJob:
-        """Return the job of the chain of that id, as :attr:`ChainJob.id` gave it, perhaps in another process."""
+        """Return the job of the chain of that id, as :attr:`ChainJob.id` gave it, perhaps in another process.
+
+        :raises InvalidParameterError: it is no text.
+        """
         from mainspring.tasks.chain_runs import ChainJob
 
+        check_id("tasks.chain_job: chain_id", chain_id)
         return ChainJob(self, chain_id)
 
     def read_result(self, task_name: str | None, raw: bytes | None) -> Any:
