@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,6 +20,7 @@ from mainspring import (
     InMemoryMailbox,
     JobState,
     LoopGroup,
+    Middleware,
     ReplyError,
     RequestCancelledError,
     RequestFailedError,
@@ -484,6 +486,38 @@ def test_a_thread_that_is_not_async_sends_a_chain(tmp_path):
         assert long.sync.status().state is JobState.RUNNING
         assert long.sync.cancel()
         running.cancel()
+
+
+def test_middleware_is_entered_for_the_send_of_a_chain():
+    class Tenant(Middleware):
+        @asynccontextmanager
+        async def sending(self, calls):
+            sent.append([call.task.name for call in calls])
+            for call in calls:
+                call.headers["tenant"] = "acme"
+            yield
+
+    sent, seen = [], []
+
+    async def main():
+        tasks = Tasks(InMemoryMailbox(), middleware=[Tenant()])
+
+        @tasks.task
+        async def first(ctx: Context, number: int) -> int:
+            seen.append(ctx.message.headers["tenant"])
+            return number
+
+        @tasks.task
+        async def add(ctx: Context, numbers: list[int]) -> int:
+            seen.append(ctx.message.headers["tenant"])
+            return sum(numbers)
+
+        async with group_of(tasks):
+            assert await (await first.map([1, 2], then=add.s()).send()).result() == 3
+
+    run_virtual(main)
+    assert sent == [["first", "first"], ["add"]]
+    assert seen == ["acme"] * 3
 
 
 def test_a_chain_is_cancelled_as_a_whole():

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -23,6 +25,7 @@ from mainspring.mailbox.jobs import LOOK_EVERY, EndListener, JobState
 from mainspring.mailbox.limits import check_seconds
 from mainspring.mailbox.message import Envelope
 from mainspring.mailbox.records import RecordWrite, check_size
+from mainspring.tasks.calls import OutgoingCall
 from mainspring.tasks.chain_state import (
     CALLS,
     CANCELLED,
@@ -60,12 +63,28 @@ async def begin(tasks: Tasks, stages: Sequence[Stage], result_ttl: float) -> Cha
     if not mailbox.capabilities.records:
         raise ConfigError(f"a chain needs a mailbox that keeps records (Capabilities.records), not {mailbox!r}")
     chain_id = new_chain_id()
-    writes, pages = pages_of(chain_id, stages)
-    state, envelopes = await _sending(ChainState.first(chain_id, stages, pages, result_ttl), _GivenPages(writes))
-    for write in writes:
-        await mailbox.backend.write_record(write)
-    await mailbox.backend.write_record(state.write(), envelopes)
+    outgoing = [
+        [OutgoingCall(call.task, call.arguments, call.task.sending.own_headers) for call in stage.calls]
+        for stage in stages
+    ]
+    async with AsyncExitStack() as middleware:
+        for task, calls in _by_task(outgoing).items():
+            await middleware.enter_async_context(task.entered(calls))
+        writes, pages = pages_of(chain_id, outgoing)
+        state, envelopes = await _sending(ChainState.first(chain_id, stages, pages, result_ttl), _GivenPages(writes))
+        for write in writes:
+            await mailbox.backend.write_record(write)
+        await mailbox.backend.write_record(state.write(), envelopes)
     return ChainJob(tasks, chain_id)
+
+
+def _by_task(stages: list[list[OutgoingCall]]) -> dict[Task[..., Any], list[OutgoingCall]]:
+    """Return the calls of each task that has middleware around sends."""
+    found: dict[Task[..., Any], list[OutgoingCall]] = {}
+    for call in chain.from_iterable(stages):
+        if call.task.senders:
+            found.setdefault(call.task, []).append(call)
+    return found
 
 
 class _GivenPages:

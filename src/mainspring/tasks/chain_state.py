@@ -26,7 +26,7 @@ from mainspring.validation import MAX_DELAY, as_seconds
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from mainspring.tasks.calls import TaskCall
+    from mainspring.tasks.calls import OutgoingCall, TaskCall
 
 CHAIN: Final = "chain"
 """The kind of the record of a chain."""
@@ -70,12 +70,12 @@ class StoredCall:
     expires_in: float | None
 
     @classmethod
-    def of(cls, call: TaskCall) -> StoredCall:
+    def of(cls, call: OutgoingCall) -> StoredCall:
         """Return the call as it is stored. Raise :class:`SerializationError` if an argument is not of its type."""
         task = call.task
         given, into = task.parameters.encode_given(call.arguments)
         how = task.sending
-        headers = with_deadline(how.own_headers, how.deadline) or {}
+        headers = with_deadline(call.headers, how.deadline) or {}
         expiry = None if how.expires_in is None else float(as_seconds(how.expires_in))
         return cls(task.name, given.decode(), into, how.priority, dict(headers), expiry)
 
@@ -88,19 +88,19 @@ class StoredCall:
         return head(self.task) + args + b"}"
 
 
-def pages_of(chain_id: str, stages: Sequence[Stage]) -> tuple[list[RecordWrite], list[int]]:
-    """Return the writes that store the calls of a chain, and how many calls a page of each stage has.
+def pages_of(chain_id: str, stages: Sequence[Sequence[OutgoingCall]]) -> tuple[list[RecordWrite], list[int]]:
+    """Return the writes that store the calls of each stage of a chain, and how many calls a page of each stage has.
 
     :raises SerializationError: an argument is not of its type, or a call is larger than a record may be.
     """
     writes: list[RecordWrite] = []
     sizes: list[int] = []
     for number, stage in enumerate(stages):
-        calls = [json.dumps(vars(StoredCall.of(call))).encode() for call in stage.calls]
+        calls = [json.dumps(vars(StoredCall.of(call))).encode() for call in stage]
         sizes.append(size := _page_size(calls))
         for page, first in enumerate(range(0, len(calls), size)):
             value = _page(calls[first : first + size])
-            check_size(f"a call of task {stage.calls[first].task.name} in a chain", value)
+            check_size(f"a call of task {stage[first].task.name} in a chain", value)
             writes.append(RecordWrite(CALLS, page_key(chain_id, number, page), value, CHAIN_LIFE))
     return writes, sizes
 

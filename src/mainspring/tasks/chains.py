@@ -43,6 +43,8 @@ class Chain:
     async def send(self, *, result_ttl: Seconds = RESULT_LIFE) -> ChainJob:
         """Send its first calls. Return its job once they are as durable as the mailbox makes them.
 
+        Middleware is entered once for each of its tasks, with all calls of that task: the headers hold for each part.
+
         :param result_ttl: seconds, or a timedelta, for which its result is kept after its end.
         :raises ConfigError: the mailbox keeps no records (``Capabilities.records``).
         :raises InvalidParameterError: one of the first calls lacks an argument.

@@ -220,7 +220,7 @@ class Task(Generic[P, R]):
             ``connection``.
         """
         call = OutgoingCall(self, self.parameters.bind(args, keywords), self._headers)
-        async with self._entered([call]):
+        async with self.entered([call]):
             body, options = TaskCall(self, call.arguments), self._asked()
             if (recording := self.tasks.recording) is not None:
                 return cast("R", await recording.request(self, call, self._prepare(call.arguments, call.headers)))
@@ -322,7 +322,7 @@ class Task(Generic[P, R]):
     @asynccontextmanager
     async def prepared(self, calls: list[OutgoingCall]) -> AsyncIterator[list[Envelope]]:
         """Enter the middleware for a send of ``calls``, and yield their messages, which are to be sent in the block."""
-        async with self._entered(calls):
+        async with self.entered(calls):
             yield [self._prepare(call.arguments, call.headers) for call in calls]
 
     def jobs(self, envelopes: list[Envelope], stored: list[str]) -> list[Job[R]]:
@@ -331,7 +331,7 @@ class Task(Generic[P, R]):
         return [Job(self.tasks, job_id, new=envelope.is_stored_as(job_id)) for job_id, envelope in pairs]
 
     @asynccontextmanager
-    async def _entered(self, calls: list[OutgoingCall]) -> AsyncIterator[None]:
+    async def entered(self, calls: list[OutgoingCall]) -> AsyncIterator[None]:
         """Enter the middleware for a send of these calls."""
         passed = False
         async with AsyncExitStack() as stack:
