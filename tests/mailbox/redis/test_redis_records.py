@@ -243,6 +243,7 @@ async def test_a_write_whose_answer_was_lost_is_safe_to_repeat_with_its_version(
         assert await mailbox.counts() == Counts(pending=1)
 
 
+@pytest.mark.loops("asyncio", "uvloop")  # trio starts tasks in any order
 async def test_writes_claims_and_sends_of_one_batch_are_each_done(here, anyio_backend):
     async with here.mailbox() as mailbox:
         store = mailbox.backend

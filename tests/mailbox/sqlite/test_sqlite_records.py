@@ -99,7 +99,7 @@ async def test_a_result_the_acknowledgement_and_the_next_claim_share_a_transacti
         group.start_soon(loop.run)
         while loop.outcomes["acknowledged"] < 10:
             await anyio.sleep(0.001)
-        assert mailbox.transactions - before <= 13
+        assert mailbox.transactions - before < 20  # two a message otherwise; some are looks at the schedules
         await loop.shutdown()
     assert len(await mailbox.backend.list_records(RESULT, 20, None)) == 10
 
