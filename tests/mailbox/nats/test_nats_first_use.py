@@ -106,6 +106,19 @@ async def test_many_first_uses_at_once_make_one_stream(here):
                 await anyio.sleep(0.05)
 
 
+@pytest.mark.slow
+async def test_streams_that_are_made_at_the_same_moment_are_one(here):
+    """The server refuses some of the creations for the subjects of the other."""
+    lines = [await here.line() for _ in range(3)]
+    for number in range(60):
+        boxes = [here.box(f"box-{number}", over=line) for line in lines]
+        async with boxes[0], boxes[1], boxes[2], anyio.create_task_group() as tasks:
+            for box in boxes:
+                tasks.start_soon(lambda box: box.send("x", delay=60), box)
+        async with boxes[0]:
+            assert await boxes[0].counts() == Counts(delayed=3)
+
+
 @pytest.mark.parametrize("how", ["told", "reconnected"])
 async def test_what_another_process_delays_first_is_moved_by_one_that_was_open_before(here, how):
     """That process is gone when it is due."""

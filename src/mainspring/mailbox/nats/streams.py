@@ -108,6 +108,7 @@ _MESSAGE_ID = "Nats-Msg-Id"
 _WRONG_LAST = (10071, 10164)
 _NO_MESSAGE = (10037, 10043, 10057)
 _NOT_NOW = 10008
+_SUBJECTS_OVERLAP = 10065
 _FULL = (10023, 10026, 10027, 10047, 10077, 10122)
 _Read = TypeVar("_Read")
 _API = "$JS.API."
@@ -202,7 +203,7 @@ class Store:
                 known = await self._upgrade(config, known)
             elif config["name"] in needed:
                 made = True
-                known = await self._make(f"STREAM.CREATE.{config['name']}", config)
+                known = await self._create(config)
             else:
                 continue
             check_stream(config, known["config"])
@@ -248,6 +249,22 @@ class Store:
                 return await self.connection.api(subject, request)
         except ApiError as error:
             raise _as_mailbox_error(error) from error
+
+    async def _create(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Create a stream. Return its state.
+
+        Of creations of one stream at the same moment, the server may refuse one for the subjects of the other.
+        """
+        try:
+            return await self._make(f"STREAM.CREATE.{config['name']}", config)
+        except MailboxError as error:
+            if not (isinstance(error.__cause__, ApiError) and error.__cause__.code == _SUBJECTS_OVERLAP):
+                raise
+            (answer,) = await self.connection.request_all([Request(f"{_API}STREAM.INFO.{config['name']}")])
+            known = _parse_unless(answer, NO_STREAM)
+            if known is None:
+                raise
+            return known
 
     async def recreate(self, error: MailboxError) -> None:
         """Create again what a call found missing, as ``error`` says. Raise ``error`` if the mailbox's owner has dropped it.
