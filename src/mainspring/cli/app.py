@@ -232,7 +232,7 @@ def job(target: _Words = None, as_json: _Json = False) -> int:
 
 @app.command(epilog="Example: `mainspring cancel 'sqlite:///jobs.db?name=emails' 3f2a…`")
 def cancel(target: _Words = None, as_json: _Json = False) -> int:
-    """End jobs before they are done: those that wait are removed, running handlers are cancelled."""
+    """End jobs before they are done: waiting jobs are removed, running handlers are cancelled."""
     from mainspring.cli.jobs import cancel_jobs
 
     return cancel_jobs(target or [], as_json)

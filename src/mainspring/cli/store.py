@@ -19,7 +19,7 @@ ENVIRONMENT = "MAINSPRING_URL"
 
 
 def open_shared(url: str) -> Mailbox[Any, Any]:
-    """Return the unopened mailbox of a URL. Raise :class:`UserError` for one that this process would have for itself."""
+    """Return the unopened mailbox of a URL. Raise :class:`UserError` for a URL whose mailbox only this process would see."""
     if url.startswith("memory:"):
         raise UserError(
             "a memory:// mailbox lives and ends with one process: name a mailbox that processes share, as"

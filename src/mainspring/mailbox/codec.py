@@ -36,7 +36,7 @@ MAX_DIGITS = 4_300
 """How many digits a number may have: pydantic reads no more, though it writes any number."""
 
 _LARGE_FLOAT = re.compile(rb"(?<![.0-9])[0-9]{16}|e\+")
-"""How a float of 10**15 and more is written: an integer in its place may not have been one that a float can hold."""
+"""How a float of 10**15 and more is written: a float cannot hold every integer of that size."""
 
 _MISFIT = re.compile(
     r"UnexpectedValue\(Expected `([^`]+)` - [^\[]*\[(?:field_name='([^']+)', )?input_value=.*?, input_type=(\w+)\]\)(?= |$)"

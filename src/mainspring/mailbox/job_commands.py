@@ -31,7 +31,7 @@ class Reschedule(Command):
 class WriteRecord(Command):
     """Change a record and send messages, both or neither, while no more than ``capacity`` messages wait.
 
-    Results in the record's version, or None if it was not the one that was to be there.
+    Results in the record's version, or None if another version than expected is there.
     """
 
     write: RecordWrite

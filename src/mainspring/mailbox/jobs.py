@@ -76,7 +76,7 @@ class JobProgress(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class JobStatus:
-    """What is known of a job at one moment. Dates are in UTC; those that are not known are None."""
+    """What is known of a job at one moment. Dates are in UTC; unknown dates are None."""
 
     id: str
     state: JobState

@@ -142,7 +142,7 @@ class Parameters:
         return lacked
 
     def with_defaults(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a call, and the defaults of those that are not given.
+        """Return the arguments of a call, and the defaults of missing arguments.
 
         :raises InvalidParameterError: one is missing or unknown.
         """
@@ -160,7 +160,7 @@ class Parameters:
         return list(self._types)
 
     def without_defaults(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments but for those that are what the function takes by default."""
+        """Return the arguments without any that equal the function's defaults."""
         defaults = self._defaults
         return {name: value for name, value in arguments.items() if name not in defaults or value != defaults[name]}
 

@@ -69,7 +69,7 @@ def chain(*steps: TaskCall | Chain) -> Chain:
     all it needs it is not given. After :func:`parallel`, it is the list of what the parts returned.
 
     :raises ConfigError: there is no call, or the calls are of several ``Tasks``.
-    :raises InvalidParameterError: a call lacks more than one argument, or has one that its task does not take.
+    :raises InvalidParameterError: a call lacks more than one argument, or has an argument that its task does not take.
     """
     stages: list[Stage] = []
     for step in steps:
@@ -85,7 +85,7 @@ def chain(*steps: TaskCall | Chain) -> Chain:
 def parallel(
     calls: Iterable[TaskCall], *, then: TaskCall | Chain | None = None, concurrency: int = CONCURRENCY
 ) -> Chain:
-    """Return calls that are made in parallel, and one that is made with the list of their results when all are done.
+    """Return calls that are made in parallel, and a last call that gets the list of their results when all are done.
 
     ``await parallel([resize.s(path) for path in paths], then=report.s()).send()``. Results are in the order of the calls.
 

@@ -85,7 +85,7 @@ class SentCalls(list[SentCall]):
     """The calls that were sent inside the block of :meth:`Tasks.testing`, in order. It is a list: ``clear()`` forgets them."""
 
     async def run(self) -> list[Any]:
-        """Run all calls that have not run, in order, with those that they send. Return their results.
+        """Run all calls that have not run, in order, with the calls that they send. Return their results.
 
         The first error is raised. The calls behind it have not run then, and another ``run()`` goes on with them.
         """

@@ -75,7 +75,7 @@ class Pools:
         """In which batches run, for as long as the loop does."""
 
     async def __aenter__(self) -> Self:
-        """Import the modules of tasks, and open the pools of those that are registered by then.
+        """Import the modules of tasks, and open the pools of the tasks that are registered by then.
 
         :raises ConfigError: a module cannot be imported, a function cannot run where its task says, or JSON cannot hold the
             type of a parameter.

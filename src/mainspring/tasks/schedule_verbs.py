@@ -39,7 +39,7 @@ class Schedules:
         return f"<Schedules of {self._tasks.name!r}>"
 
     def declare(self, schedule: Schedule) -> None:
-        """Add a schedule to those that the code declares; see :meth:`Tasks.schedule`."""
+        """Add a schedule to the declared ones; see :meth:`Tasks.schedule`."""
         if not isinstance(schedule, Schedule):
             raise ConfigError(f"schedule: give a Schedule(…), not {schedule!r}")
         owner = f"schedule {schedule.name!r}"
@@ -51,7 +51,7 @@ class Schedules:
         self.declared[schedule.name] = definition_of(schedule, self._tasks)
 
     async def add(self, schedule: Schedule) -> ScheduleStatus:
-        """Make a schedule, or change the one of that name that was made at run time. Return it as it is now.
+        """Make a schedule, or change the run-time schedule of that name. Return it as it is now.
 
         A pause goes on. The next tick stays if the times are the same. A one-off schedule is deleted when it has ticked.
 

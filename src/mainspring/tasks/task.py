@@ -312,7 +312,7 @@ class Task(Generic[P, R]):
             return envelopes, await mailbox.send_prepared(envelopes, connection=connection)
 
     async def _send_by_key(self, arguments: dict[str, Any], envelope: Envelope) -> str:
-        """Send a call unless another stands for its key. Return the id of the one that does."""
+        """Send a call unless another stands for its key. Return the id of the call that stands for it."""
         key, debounce = key_of(self, TaskCall(self, arguments)), self.handling.debounce
         if debounce is None:
             return await send_once(self, envelope, key)

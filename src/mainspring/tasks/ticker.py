@@ -215,7 +215,7 @@ class Ticker:
     # --------------------------------------------------------------------------------------------------- declarations
 
     async def _declare(self) -> None:
-        """Say that the definitions are in use, and state them: all at the start, later those that no other worker states."""
+        """Say that the definitions are in use, and state them: all at the start, later any that no other worker states."""
         await self._records.declare(self._who.by, DECLARED_FOR)
         if not self._is_stated:
             await self._state(list(self._declared), gone=False)

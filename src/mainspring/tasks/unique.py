@@ -134,7 +134,7 @@ def _named(task: Task[..., Any], key: Any) -> str:
 
 
 async def send_once(task: Task[..., Any], envelope: Envelope, key: str) -> str:
-    """Send a call by ``unique="pending"`` or a time, unless another stands for its key. Return the id of the one that does."""
+    """Send a call by ``unique="pending"`` or a time, unless another stands for its key. Return the id of the call that does."""
     backend, unique = task.tasks.mailbox.backend, task.sending.unique
     if unique != PENDING:
         life: float = as_seconds(unique)
@@ -187,7 +187,7 @@ class _LatestCall:
 
     message_id: str
     first: float
-    """When the first call was sent of those that it stands for."""
+    """When the first of the calls that it stands for was sent."""
     sent: float
     call: bytes
     version: int

@@ -1,6 +1,6 @@
 """The private parts of asyncio that virtual time needs. No other module uses private parts of asyncio.
 
-An event loop keeps its timers in a heap, ``_scheduled``, and runs those that are due within ``_clock_resolution`` seconds.
+An event loop keeps its timers in a heap, ``_scheduled``, and runs timers that are due within ``_clock_resolution`` seconds.
 Without the heap, the clock may miss an instant by a rounding. With asyncio's own resolution, a timer may run a nanosecond
 early, and none runs any more once the clock is beyond half a year. ``tests/testing/test_asyncio_internals.py`` fails if asyncio
 lacks these parts.

@@ -288,7 +288,7 @@ class AsyncioTime(VirtualTime):
             task.cancel(str(error))
 
     def _of(self, main: Any) -> list[Task[Any]]:
-        """Return the tasks that are not done, in order of their starts, without those that run the loop."""
+        """Return the tasks that are not done, in order of their starts, without the tasks that run the loop."""
         started = self._loop.started
         tasks = [task for task in started if not task.done() and (task is main or task not in self._loop.roots)]
         return sorted(tasks, key=started.__getitem__)

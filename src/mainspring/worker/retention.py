@@ -53,7 +53,7 @@ class Retention:
         return anyio.current_time() + self._every
 
     async def sweep(self) -> int:
-        """Purge those that are too old, the oldest first. Return how many."""
+        """Purge dead letters that are too old, the oldest first. Return how many."""
         backend, purged = self._mailbox.backend, 0
         while True:
             page = await backend.dead_letters(PAGE, None)

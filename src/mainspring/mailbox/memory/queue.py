@@ -576,7 +576,7 @@ class MemoryQueue:
         return self._ids
 
     def _take_out(self, entry: QueuedMessage) -> None:
-        """Take a message that waits out of the line, or out of those that are delayed."""
+        """Take a waiting message out of the line, or out of the delayed messages."""
         if entry.timer:
             self._timers.drop_timer(entry)
         if entry.place == PENDING:

@@ -62,7 +62,7 @@ def _seen_delayed(there: Stored) -> UnfinishedMessage:
 
 
 def _seen_queued(there: Stored, claims: Claims, delivered: int) -> UnfinishedMessage:
-    """Return what is seen of a message in the queue. Of one that another process holds, only its number tells."""
+    """Return what is seen of a message in the queue. If another process holds it, only its number tells."""
     message = there.record.before_delivery()
     lease = claims.lease_of(there.sequence)
     if there.sequence > delivered or (lease is not None and lease.until <= anyio.current_time()):

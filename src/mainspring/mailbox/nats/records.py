@@ -126,7 +126,7 @@ class Records:
         raise _too_often(write)
 
     async def _change(self, write: RecordWrite, seen: KnownRecord) -> int | None:
-        """Write a record where the one that was seen is there. Return its version; None if another one is there."""
+        """Write a record if the version that was seen is still there. Return its version; None if another version is there."""
         store, subject = self._store, self._subject(write.kind, write.key)
         if seen.intent is not None:
             await self._complete(seen.intent)
@@ -136,7 +136,7 @@ class Records:
         return (await self._replace(write, seen, None)) or None
 
     async def _replace(self, write: RecordWrite, seen: KnownRecord, intent: str | None) -> int:
-        """Store a record in place of the one that was seen (with an intent, also a deleted one). Return its number, or 0."""
+        """Store a record in place of the version seen (with an intent, also of a deleted one). Return its number, or 0."""
         subject, now = self._subject(write.kind, write.key), self._wall()
         ends = None if write.expires_in is None else now + write.expires_in
         if write.value is None:
@@ -307,7 +307,7 @@ class Records:
         self._undecided = undecided
 
     async def _finish_or_drop(self, name: str) -> float | None:
-        """Complete an intent that is in a record; drop one that is not, after a while. Return since when it waits for that."""
+        """Complete an intent that is in a record; drop any other intent after a while. Return since when it waits for that."""
         store, now = self._store, anyio.current_time()
         stored = await store.last(store.names.records, self._intent(name))
         if stored is None:

@@ -316,7 +316,7 @@ async def user_connection(given: Any, what: str = "send") -> UserConnection:
 async def user_transaction(given: Any) -> UserConnection:
     """Return the connection behind ``given`` for a transaction that the mailbox ends.
 
-    On SQLAlchemy's objects, one that is under way is continued. On a driver's connection there must be none.
+    On SQLAlchemy's objects, a transaction that is under way is continued. On a driver's connection there must be none.
     """
     what = "transaction"
     if _is_async_sqlalchemy(given):

@@ -10,8 +10,8 @@ Numbers (``seq``, ``pos``, ``lease``, ``place``) come from one counter, and are 
 in seconds since boot, and all of them belong to the boot named in ``store``. Dates, delays and expiries are POSIX seconds,
 because they outlast a restart of the machine.
 
-Records are beside the messages. Mailbox 0 says when the first of them ends, so a transaction need not look for those that have
-ended, and one without records reads no page of theirs.
+Records are beside the messages. Mailbox 0 says when the first of them ends, so a transaction need not look for ended records,
+and a mailbox without records reads no page of theirs.
 """
 
 # ruff: noqa: S608 - the statements are put together here, from constants; values are always bound

@@ -169,7 +169,7 @@ async def a_result_is_kept_with_the_acknowledgement(h: Harness, box: AnyMailbox)
     result = Result(b'{"state":"done"}', h.short)
     with raises(ReceiptHandleExpiredError, "an acknowledgement after the lease"):
         await box.backend.settle(lost.delivery, Ack(result=result))
-    equal(await box.backend.find_records(RESULT, [lost.id]), [], "the result of the one that was refused")
+    equal(await box.backend.find_records(RESULT, [lost.id]), [], "the result of the refused acknowledgement")
     message = next(message for message in await h.all(box, due=2) if message.id != lost.id)
     async with h.ending(h.short):
         await box.backend.settle(message.delivery, Ack(result=result))
@@ -179,7 +179,7 @@ async def a_result_is_kept_with_the_acknowledgement(h: Harness, box: AnyMailbox)
 
 @on_mailbox("records")
 async def results_are_announced(h: Harness, box: AnyMailbox) -> None:
-    """A mailbox object that listens for results hears of those that another one of the mailbox leaves."""
+    """A mailbox object that listens for results hears of results that another object of the mailbox leaves."""
     heard: list[str] = []
     async with h.open() as listener:
         stop = listener.backend.notifications.results.subscribe(heard.extend)
