@@ -30,14 +30,14 @@ def ids(url: str) -> dict[str, str]:
 
     @tasks.task
     async def email(to: str) -> str:
-        if to == "nobody":
+        if to == "no-one":
             raise ValueError("no such address")
         return f"sent to {to}"
 
     async def fill() -> dict[str, str]:
         async with tasks:
             kept = await email.options(result_ttl=3_600).send("ann")
-            done, dead = await email.send("bob"), await email.send("nobody")
+            done, dead = await email.send("bob"), await email.send("no-one")
             await LoopGroup([tasks.loop()], guardian=False).run(install_signals=False, until_empty=True)
             pending, late = await email.send("cy"), await email.options(delay=3_600).send("di")
             jobs = {"kept": kept, "done": done, "dead": dead, "pending": pending, "late": late}

@@ -1,4 +1,4 @@
-"""A worker that acknowledges each message with a result, until it is told to stop by one that says so."""
+"""A worker that acknowledges each message with a result, until a message tells it to stop."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 import anyio
 import pytest
+from task_support import group_of, until_done
 
 from mainspring import (
     CancelOutcome,
@@ -16,7 +17,6 @@ from mainspring import (
     Depends,
     InMemoryMailbox,
     JobState,
-    LoopGroup,
     Provided,
     RequestFailedError,
     RetryPolicy,
@@ -31,16 +31,6 @@ pytestmark = pytest.mark.anyio
 
 AT_ONCE = RetryPolicy(initial_delay=0, jitter="none")
 ONCE = DeadLetterPolicy(max_attempts=1)
-
-
-def group_of(tasks, **options):
-    return LoopGroup([tasks.loop(**options)], guardian=False)
-
-
-async def until_done(mailbox):
-    with anyio.fail_after(20):
-        while (await mailbox.counts()).waiting:
-            await anyio.sleep(0.005)
 
 
 @on(*KINDS)

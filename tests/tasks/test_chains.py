@@ -12,6 +12,7 @@ import pytest
 from anyio.from_thread import start_blocking_portal
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from task_support import group_of
 
 from mainspring import (
     Context,
@@ -54,23 +55,12 @@ class Page:
     length: int
 
 
-def group_of(tasks, **options):
-    return LoopGroup([tasks.loop(**options)], guardian=False)
-
-
-def lacks(tasks, *needs):
-    missing = [need for need in needs if not getattr(tasks.mailbox.capabilities, need)]
-    if missing:
-        pytest.skip(f"{tasks.mailbox!r} has not the capability {missing[0]}")
-
-
 # ------------------------------------------------------------------------------------------------------------- every store
 
 
 @EVERYWHERE
 async def test_each_call_is_given_what_the_one_before_returned(store):
     tasks, asking = Tasks(store.url()), Tasks(store.url())
-    lacks(tasks, "records")
 
     @tasks.task
     async def fetch(url: str) -> Page:
@@ -100,7 +90,6 @@ async def test_each_call_is_given_what_the_one_before_returned(store):
 @EVERYWHERE
 async def test_parallel_parts_give_their_results_in_order(store):
     tasks = Tasks(store.url())
-    lacks(tasks, "records")
 
     @tasks.task
     async def square(number: int) -> int:

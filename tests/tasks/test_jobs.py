@@ -9,6 +9,7 @@ from datetime import UTC, datetime, timedelta
 import anyio
 import pytest
 from anyio.from_thread import start_blocking_portal
+from task_support import group_of
 
 from mainspring import (
     CancelOutcome,
@@ -17,7 +18,6 @@ from mainspring import (
     InMemoryMailbox,
     JobProgress,
     JobState,
-    LoopGroup,
     ReplyError,
     RequestCancelledError,
     RequestFailedError,
@@ -43,16 +43,6 @@ class Receipt:
     length: int
 
 
-def group_of(tasks, **options):
-    return LoopGroup([tasks.loop(**options)], guardian=False)
-
-
-def lacks(tasks, *needs):
-    missing = [need for need in needs if not getattr(tasks.mailbox.capabilities, need)]
-    if missing:
-        pytest.skip(f"{tasks.mailbox!r} has not the capability {missing[0]}")
-
-
 async def refused(tasks, job_id):
     """The job of that id is not known."""
     with pytest.raises(JobNotFoundError, match=job_id):
@@ -66,7 +56,6 @@ async def refused(tasks, job_id):
 async def test_a_result_is_kept_and_read_by_its_id_in_another_place(store):
     url = store.url()
     tasks, asking = Tasks(url), Tasks(url)
-    lacks(tasks, "records", "lookup")
 
     @tasks.task(result_ttl=HOUR)
     async def measure(to: str) -> Receipt:
@@ -85,7 +74,6 @@ async def test_a_result_is_kept_and_read_by_its_id_in_another_place(store):
 @EVERYWHERE
 async def test_a_job_is_seen_wherever_it_is(store):
     tasks = Tasks(store.url(), dead_letter=DeadLetterPolicy(max_attempts=1))
-    lacks(tasks, "records", "lookup")
     begun, end = anyio.Event(), anyio.Event()
 
     @tasks.task
@@ -123,7 +111,6 @@ async def test_a_job_is_seen_wherever_it_is(store):
 @EVERYWHERE
 async def test_the_end_of_a_call_that_was_cancelled_or_answered_with_an_error_is_kept(store):
     tasks = Tasks(store.url())
-    lacks(tasks, "records", "lookup")
     begun = anyio.Event()
 
     @tasks.task(result_ttl=HOUR)
@@ -150,7 +137,6 @@ async def test_the_end_of_a_call_that_was_cancelled_or_answered_with_an_error_is
 @EVERYWHERE
 async def test_a_job_is_rescheduled_and_run_now(store):
     tasks = Tasks(store.url(), dead_letter=DeadLetterPolicy(max_attempts=1))
-    lacks(tasks, "records", "lookup", "reschedule")
     healthy = False
 
     @tasks.task(result_ttl=HOUR)

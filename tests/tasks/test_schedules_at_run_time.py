@@ -30,7 +30,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def added(*, tells, die=False):
-    """How long a schedule that another process adds takes to tick, beside one that is there, or (``die``) not told."""
+    """How long a schedule that another process adds takes to tick, beside another schedule, or (``die``) not told."""
     worker = Program(backend=partial(Distant, seconds=0, tells=tells))
     other = Program(backend=partial(Distant, seconds=0, tells=tells))
     async with other.tasks, anyio.create_task_group() as group:

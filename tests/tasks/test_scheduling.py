@@ -30,16 +30,10 @@ EVERYWHERE = on(*KINDS)
 # ------------------------------------------------------------------------------------------------------------- every store
 
 
-def lacks_records(tasks):
-    if not tasks.mailbox.capabilities.records:
-        pytest.skip(f"{tasks.mailbox!r} keeps no records")
-
-
 @pytest.mark.own_time(6)
 @EVERYWHERE
 async def test_a_schedule_is_made_ticks_and_is_removed(store):
     tasks, elsewhere, ticks = Tasks(store.url()), Tasks(store.url()), []
-    lacks_records(tasks)
 
     @tasks.task
     async def note(ctx: Context, what: str) -> None:
@@ -70,7 +64,6 @@ async def test_a_schedule_is_made_ticks_and_is_removed(store):
 @EVERYWHERE
 async def test_of_several_workers_one_sends_a_tick(store):
     fleet, ticks = [Tasks(store.url()) for _ in range(3)], []
-    lacks_records(fleet[0])
 
     async def note(ctx: Context) -> None:
         ticks.append((ctx.message.headers["mainspring-schedule"], ctx.scheduled_for))

@@ -13,12 +13,12 @@ from typing import Any, TypedDict
 
 import anyio
 import pytest
+from task_support import group_of, until_done
 
 from mainspring import (
     Context,
     DeadLetterPolicy,
     InMemoryMailbox,
-    LoopGroup,
     Reject,
     ReplyError,
     RequestFailedError,
@@ -41,16 +41,6 @@ AT_ONCE = RetryPolicy(initial_delay=0, jitter="none")
 class Receipt:
     to: str
     length: int
-
-
-def group_of(tasks, **options):
-    return LoopGroup([tasks.loop(**options)], guardian=False)
-
-
-async def until_done(mailbox):
-    with anyio.fail_after(20):
-        while (await mailbox.counts()).waiting:
-            await anyio.sleep(0.005)
 
 
 # ------------------------------------------------------------------------------------------------------------- every store

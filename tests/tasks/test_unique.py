@@ -8,8 +8,9 @@ import anyio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from task_support import group_of, until_done
 
-from mainspring import DeadLetterPolicy, InMemoryMailbox, LoopGroup, RetryPolicy, Tasks
+from mainspring import DeadLetterPolicy, InMemoryMailbox, RetryPolicy, Tasks
 from mainspring.errors import ConfigError, InvalidParameterError
 from mainspring.mailbox.message import Counts
 from mainspring.mailbox.records import RecordWrite
@@ -21,29 +22,12 @@ pytestmark = pytest.mark.anyio
 EVERYWHERE = on(*KINDS)
 
 
-def group_of(tasks, **options):
-    return LoopGroup([tasks.loop(**options)], guardian=False)
-
-
-async def until_done(mailbox, seconds=20):
-    with anyio.fail_after(seconds):
-        while (await mailbox.counts()).waiting:
-            await anyio.sleep(0.005)
-
-
-def lacks(tasks, *needs):
-    missing = [need for need in needs if not getattr(tasks.mailbox.capabilities, need)]
-    if missing:
-        pytest.skip(f"{tasks.mailbox!r} has not the capability {missing[0]}")
-
-
 # ------------------------------------------------------------------------------------------------------------- every store
 
 
 @EVERYWHERE
 async def test_an_update_is_queued_once_while_the_earlier_one_runs(store):
     tasks = Tasks(store.url())
-    lacks(tasks, "records", "lookup")
     begun, end, runs = anyio.Event(), anyio.Event(), []
 
     @tasks.task(unique="pending", key="document")
@@ -72,7 +56,6 @@ async def test_an_update_is_queued_once_while_the_earlier_one_runs(store):
 @EVERYWHERE
 async def test_of_senders_that_race_one_sends(store):
     tasks = Tasks(store.url())
-    lacks(tasks, "records", "lookup")
 
     @tasks.task(unique=timedelta(hours=1))
     async def greet(name: str) -> None: ...
@@ -92,7 +75,6 @@ async def test_of_senders_that_race_one_sends(store):
 @EVERYWHERE
 async def test_the_latest_call_within_a_window_is_run(store):
     tasks = Tasks(store.url())
-    lacks(tasks, "records", "lookup")
     runs = []
 
     @tasks.task(debounce=0.3, key="document")

@@ -312,8 +312,8 @@ def test_a_thread_that_ends_just_before_a_jump_is_heard_first() -> None:
 
 
 def test_aiosqlite_and_sqlalchemy_hold_it(tmp_path: Any) -> None:
-    aiosqlite = pytest.importorskip("aiosqlite")
-    sqlalchemy = pytest.importorskip("sqlalchemy")
+    aiosqlite = pytest.importorskip("aiosqlite", reason="aiosqlite is not installed")
+    sqlalchemy = pytest.importorskip("sqlalchemy", reason="sqlalchemy is not installed")
     from sqlalchemy.ext.asyncio import create_async_engine
 
     async def main() -> None:
@@ -435,7 +435,7 @@ def test_a_pipe_holds_it_unless_its_other_end_is_here() -> None:
 
 
 def test_a_mailbox_on_a_server_is_refused() -> None:
-    pytest.importorskip("psycopg")
+    pytest.importorskip("psycopg", reason="psycopg is not installed")
 
     async def main(url: str) -> None:
         async with open_mailbox(url):

@@ -53,7 +53,7 @@ def resume(target: _Words = None, as_json: _Json = False) -> int:
 
 @schedules.command(epilog="Example: `mainspring schedules remove 'sqlite:///jobs.db?name=emails' nightly`")
 def remove(target: _Words = None, as_json: _Json = False) -> int:
-    """Delete schedules. One that running workers declare is deleted in their code."""
+    """Delete schedules. A declared schedule of running workers is deleted in their code."""
     from mainspring.cli.schedules import change_schedules
 
     return change_schedules(target or [], "remove", as_json)

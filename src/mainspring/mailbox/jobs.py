@@ -1,9 +1,9 @@
 """Jobs: a message followed by its id, from any process: where it is, how far it is, and how it ended.
 
-Three places tell it. An unfinished message is in the queue, a dead one among the dead letters. One that was acknowledged or
-cancelled is gone, unless its sender asked for its end to be kept (the header :data:`RESULT_TTL`): then a record tells it. A
-message passes through these places in this order, and each passage is one step of the store. So a look at one place after the
-other misses none but a message that is replayed meanwhile, which a second look finds.
+Three places tell it. An unfinished message is in the queue, a dead one among the dead letters. After its acknowledgement or
+cancellation a message is gone, unless its sender asked for its end to be kept (the header :data:`RESULT_TTL`): then a record
+tells it. A message passes through these places in this order, and each passage is one step of the store. So a look at one place
+after the other misses only a message that is replayed meanwhile, which a second look finds.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class Schedules:
         return [_status(found.name, found.state) for found in await self._records.list_all()]
 
     async def pause(self, name: str) -> ScheduleStatus:
-        """Let a schedule not tick until :meth:`resume`. It holds at once, and also for a declared one that is changed in code.
+        """Let a schedule not tick until :meth:`resume`. It holds at once, and also where the code changes the schedule.
 
         :raises ScheduleNotFoundError: there is none of that name.
         """

@@ -30,7 +30,7 @@ def override(*targets: LoopGroup | Tasks | MainLoop | Mailbox[Any, Any], connect
 
     Everything else is the real thing: loops with their policies and middleware, names, types of bodies, resources. It is a
     plain ``with``, as nothing is opened: the group, or ``async with``, still opens each mailbox, inside the block. Mailboxes on
-    one store see each other as there, by name and by URL; so do those that ``reply_stores`` names. Each block begins with
+    one store see each other as there, by name and by URL; so do the mailboxes in ``reply_stores``. Each block begins with
     empty queues. Mailboxes that are in memory anyway stay as they are.
 
     What memory cannot do: messages do not outlive the event loop, and no other process sees them. Limits of a store, such as

@@ -102,7 +102,7 @@ async def test_results_are_heard_only_by_who_waits_for_one(here):
 
 
 async def test_records_whose_time_has_come_are_removed(here):
-    """A mailbox that opens looks at once. Those that do not end, or that were written anew, stay."""
+    """A mailbox that opens looks at once. Records that do not end, or were written anew, stay."""
     async with here.box() as box:
         store = box.backend
         await store.write_record(RecordWrite("test", "kept", b"1"))

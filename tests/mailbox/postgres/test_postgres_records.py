@@ -346,7 +346,7 @@ async def test_a_message_that_a_handlers_transaction_has_locked_is_found_and_not
 
 
 async def test_no_call_by_a_key_reads_a_whole_table(place, mailbox):
-    """The number of rows that it reads does not grow with those that are there."""
+    """The number of rows that it reads does not grow with the records that are there."""
     store = mailbox.backend
     ids = await mailbox.send_many(range(500))
     place.execute(

@@ -163,7 +163,7 @@ async def test_a_connection_to_another_store_is_refused(place, mailbox, kind):
 
 async def test_a_transaction_that_may_not_write_is_refused(place, mailbox, kind):
     async with kind.connect(place.url) as given:
-        with pytest.raises(InvalidParameterError, match=r"may not write .*; send in one that may"):  # noqa: PT012
+        with pytest.raises(InvalidParameterError, match=r"may not write .*; send in a transaction that may"):  # noqa: PT012
             async with kind.block(given):
                 await kind.run(given, "SET TRANSACTION READ ONLY")
                 await mailbox.send("x", connection=given)

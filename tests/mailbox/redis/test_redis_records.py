@@ -35,7 +35,7 @@ def server():
 
 @pytest.fixture
 def alone(server):
-    """A place on a server that nobody else uses."""
+    """A place on a server of its own."""
     with place(server.url) as made:
         yield made
         made.call("CONFIG", "SET", "maxmemory", 0)

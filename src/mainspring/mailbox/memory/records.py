@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class MemoryRecords:
-    """Records by kind and key. One that has ended is dropped at the next call."""
+    """Records by kind and key. An ended record is dropped at the next call."""
 
     def __init__(self) -> None:
         self._by_key: dict[tuple[str, str], Record] = {}

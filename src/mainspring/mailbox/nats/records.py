@@ -6,7 +6,7 @@ The stream ``records`` has three kinds of subjects.
   writer has seen, or is the first. So the server takes one of several writers.
 - ``end.INSTANT.KIND.KEY``: a note that a record ends before the instant. ``mark.end.INSTANT`` says that there are notes of it.
   Instants are coarse, so there are few, and a record that is written often has few notes. Once an instant has passed, the
-  recovery of an open mailbox looks at the records that are noted, and removes those that have ended.
+  recovery of an open mailbox looks at the records that are noted, and removes the ended ones.
 - ``mark.intent.ID``: the messages that are to be sent with a write. The server cannot take a record and messages in one step.
   So the intent is stored first, then the record, with the id of the intent in its headers: that step decides both. Then the
   messages are sent, and the intent is removed. A writer completes the intent of a record before it replaces that record. So an

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import sys
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
 
 import psycopg
 from psycopg import RawCursor
@@ -95,10 +95,13 @@ class ThreadUserConnection(Protocol):
         ...
 
 
-class PsycopgConnection:
-    """A psycopg ``AsyncConnection``."""
+C = TypeVar("C", bound="psycopg.AsyncConnection[Any] | psycopg.Connection[Any]")
 
-    def __init__(self, connection: psycopg.AsyncConnection[Any]) -> None:
+
+class _Psycopg(Generic[C]):
+    """What both kinds of psycopg's connections tell of themselves."""
+
+    def __init__(self, connection: C) -> None:
         self.connection = connection
 
     @property
@@ -112,6 +115,10 @@ class PsycopgConnection:
     @property
     def begins(self) -> bool:
         return not self.connection.autocommit
+
+
+class PsycopgConnection(_Psycopg["psycopg.AsyncConnection[Any]"]):
+    """A psycopg ``AsyncConnection``."""
 
     async def execute(self, statement: Statement) -> list[tuple[Any, ...]]:
         return await execute(self.connection, statement)
@@ -221,26 +228,11 @@ class SqlalchemyTransaction:
         self._driver.abandon()
 
 
-class PsycopgThreadConnection:
+class PsycopgThreadConnection(_Psycopg["psycopg.Connection[Any]"]):
     """A psycopg ``Connection``."""
 
-    def __init__(self, connection: psycopg.Connection[Any]) -> None:
-        self._connection = connection
-
-    @property
-    def closed(self) -> bool:
-        return self._connection.closed
-
-    @property
-    def status(self) -> TransactionStatus:
-        return TransactionStatus(self._connection.pgconn.transaction_status)
-
-    @property
-    def begins(self) -> bool:
-        return not self._connection.autocommit
-
     def execute(self, statement: Statement) -> list[tuple[Any, ...]]:
-        cursor = RawCursor(self._connection, row_factory=tuple_row)
+        cursor = RawCursor(self.connection, row_factory=tuple_row)
         register(cursor.adapters)
         cursor.execute(statement.text, statement.values, binary=True)
         return cursor.fetchall()
@@ -349,7 +341,7 @@ def _user_connection(driver: Any, given: Any, what: str) -> UserConnection:
         return PsycopgConnection(driver)
     if _is_asyncpg(driver):
         return AsyncpgConnection(driver)
-    advice = "; those that are not async are for mailbox.sync.send()" if what == "send" else ""
+    advice = "; connections that are not async are for mailbox.sync.send()" if what == "send" else ""
     raise InvalidParameterError(f"{what}: connection must be {_KINDS}, not {given!r:.200}{advice}")
 
 
@@ -479,7 +471,7 @@ def raise_translated(error: BaseException, what: str) -> NoReturn:
         ) from None
     if isinstance(plain, psycopg.errors.ReadOnlySqlTransaction):
         raise InvalidParameterError(
-            f"{what}: the transaction of the connection may not write ({told(plain)}); send in one that may"
+            f"{what}: the transaction of the connection may not write ({told(plain)}); send in a transaction that may"
         ) from None
     if what == "transaction" and isinstance(plain, psycopg.errors.InFailedSqlTransaction):
         raise ended_inside() from error

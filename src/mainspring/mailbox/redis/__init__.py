@@ -8,7 +8,7 @@ concurrent callers together, and messages to receives that wait. Large bodies do
 ``listener``    hears of new messages, and which processes wait for them
 ``shared_server``  what the mailboxes of a process share: the listener, and sweeps of many mailboxes by one call
 ``client``      a batch of commands on its way: one call at a time, reconnecting, retries, what a lost call leaves to be done
-``commands``    how each command is written for the library, and how its result is read; ``records``: those that concern records
+``commands``    how each command is written for the library, and how its result is read; ``records``: the commands for records
 ``topology``    which server has the mailbox
 ``connection``  the connections, which all mailboxes of a process and event loop share
 ``settings``    which server a URL means, and the options

@@ -94,7 +94,7 @@ def _end(
 
 
 def reschedule(work: UnitOfWork, commands: list[Reschedule]) -> None:
-    """Let messages that wait become pending at another time. One that is pending keeps its place if that is now."""
+    """Let messages that wait become pending at another time. A pending message keeps its place if that is now."""
     for command in commands:
         command.result = RescheduleOutcome.UNKNOWN
         for row in work.rows(sql.BY_ID, (command.message_id, command.mailbox)):

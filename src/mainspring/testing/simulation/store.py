@@ -105,7 +105,7 @@ class SimulatedStore:
             found = {each.message.message_id for each in await self.backend.find([e.message_id for e in envelopes])}
             stored = [
                 envelope for envelope in envelopes if envelope.message_id in found
-            ]  # not those that a key kept out
+            ]  # without messages that a key kept out
             self.ledger.accepted(lane, [each.message_id for each in stored], [each.delay for each in stored])
         return version
 
