@@ -157,7 +157,7 @@ async def test_a_transaction_that_may_not_write_is_the_senders_mistake(place, an
     async with place.mailbox() as mailbox, await place.connect() as connection:
         await connection.execute("SET TRANSACTION READ ONLY")
         with pytest.raises(
-            InvalidParameterError, match=r"may not write .*read-only transaction.*; send in one that may"
+            InvalidParameterError, match=r"may not write .*read-only transaction.*; send in a transaction that may"
         ):
             await mailbox.send("x", connection=connection)
 
