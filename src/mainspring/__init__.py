@@ -82,6 +82,7 @@ if TYPE_CHECKING:
     from mainspring.offload.pool import OffloadPool as OffloadPool
     from mainspring.policies import DeadLetterPolicy as DeadLetterPolicy
     from mainspring.policies import LeasePolicy as LeasePolicy
+    from mainspring.policies import Rate as Rate
     from mainspring.policies import RestartPolicy as RestartPolicy
     from mainspring.policies import RetryPolicy as RetryPolicy
     from mainspring.runtime.deadline import Deadline as Deadline
@@ -173,7 +174,7 @@ _HOMES = {
     "mailbox.requests": ("PendingReply",),
     "offload.pool": ("OffloadPool",),
     "state.overrides": ("OverrideVersion", "Overrides"),
-    "policies": ("DeadLetterPolicy", "LeasePolicy", "RestartPolicy", "RetryPolicy"),
+    "policies": ("DeadLetterPolicy", "LeasePolicy", "Rate", "RestartPolicy", "RetryPolicy"),
     "tasks.chain_runs": ("ChainJob", "ChainStatus"),
     "tasks.chains": ("Chain", "chain", "parallel"),
     "tasks.dependencies": ("CallArgument", "Depends", "Provided"),

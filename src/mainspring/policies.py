@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from mainspring.errors import ConfigError
-from mainspring.validation import Seconds, duration, is_number, is_whole
+from mainspring.validation import MAX_DELAY, UNITS, Seconds, duration, is_number, is_whole
 
 if TYPE_CHECKING:
     from random import Random
@@ -205,3 +205,52 @@ class RestartPolicy:
             rng=rng,
         )
         return restarts + 1, delay
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """How many messages may begin in a time: ``limit`` in ``per`` seconds, evenly spread, up to ``burst`` at once.
+
+    In no time do more than ``burst`` plus what the rate allows begin. With the default burst of 1, ``Rate(100, 60)`` begins one
+    each 0.6 s. ``Rate.of("100/m")`` is the same.
+
+    :raises ConfigError: a number is not above 0, or the burst is above the limit.
+    """
+
+    limit: int
+    per: Seconds = 1.0
+    burst: int = 1
+
+    def __post_init__(self) -> None:
+        per = duration(self.per)
+        if not is_whole(self.limit, 1):
+            raise ConfigError(
+                f"Rate: limit must be a whole number from 1 on, not {self.limit!r}; pause the task instead"
+            )
+        if per is None or not 0 < per <= MAX_DELAY:
+            raise ConfigError(f"Rate: per must be above 0 seconds (at most 366 days), not {self.per!r}")
+        if not is_whole(self.burst, 1) or self.burst > self.limit:
+            raise ConfigError(
+                f"Rate: burst must be a whole number from 1 to the limit ({self.limit}), not {self.burst!r}"
+            )
+        object.__setattr__(self, "per", per)
+
+    @property
+    def interval(self) -> float:
+        """Seconds from one begin to the next, on average."""
+        return float(self.per) / self.limit  # type: ignore[arg-type]
+
+    @classmethod
+    def of(cls, rate: Rate | str) -> Rate:
+        """Return what a text says: a number, ``/``, and ``s``, ``m``, ``h``, ``d`` or a duration, as in ``100/m`` or ``5/10s``.
+
+        :raises ConfigError: it says no rate, or one of 0.
+        """
+        if isinstance(rate, Rate):
+            return rate
+        if isinstance(rate, str):
+            limit, found, per = rate.partition("/")
+            per = f"1{per}" if per in UNITS else per
+            if found and limit.strip().isascii() and limit.strip().isdigit() and duration(per):
+                return cls(int(limit), duration(per) or 0.0)
+        raise ConfigError(f'a rate is a text as "100/m", "5/s" or "1/10s", or Rate(limit, per, burst), not {rate!r}')

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
     from mainspring.errors import MailboxConnectionError
+    from mainspring.mailbox.limiters import LimitChange, LimitState
     from mainspring.mailbox.message import (
         Cancelled,
         ClaimedMessage,
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
         Dead,
         Envelope,
         Message,
+        MessagePage,
+        MessageQuery,
         RescheduleOutcome,
         Settlement,
         UnfinishedMessage,
@@ -90,6 +93,13 @@ class Capabilities:
     """An unfinished message can be found by its id."""
     reschedule: bool = False
     """The time of a delayed or pending message can be changed by its id."""
+    listing: bool = False
+    """Unfinished messages can be listed in pages, by where they are, by task, by key and by date."""
+    edit: bool = False
+    """The body of a delayed or pending message can be replaced by its id."""
+    limits: bool = False
+    """Tasks can have limits across the fleet (rates, concurrency, order of a key), keys take turns, and a mailbox or a task can
+    be paused for all its workers."""
     queue_age: bool = False
     """``counts()`` tells how long the oldest pending message has waited (:attr:`Counts.queue_age`)."""
     lease_granularity: float = 0.0
@@ -348,6 +358,46 @@ class Backend(ABC):
         :raises ConfigError: the backend cannot (:attr:`Capabilities.reschedule`).
         """
         raise ConfigError(f"mailbox {self.name!r} cannot reschedule messages (Capabilities.reschedule)")
+
+    async def replace_body(self, message_id: str, body: Any) -> RescheduleOutcome:
+        """Let a delayed or pending message have another body (as in :class:`Envelope`), in one step. Nothing else changes.
+
+        A message in flight is left as it is. ``RESCHEDULED`` says that it was done.
+
+        :raises ConfigError: the backend cannot (:attr:`Capabilities.edit`).
+        :raises SerializationError: it is larger than the store takes; nothing was changed.
+        """
+        raise ConfigError(f"mailbox {self.name!r} cannot change a message (Capabilities.edit)")
+
+    async def list_messages(self, query: MessageQuery) -> MessagePage:
+        """Return a page of the unfinished messages that ``query`` asks for, in an order of the store's own.
+
+        One call looks at a bounded number of messages, whatever the mailbox holds; with a task or a key it looks only at
+        those of it. A message that changes its place between two pages may come twice or not at all. The other
+        messages come once. An ``after`` that the store does not understand is the beginning.
+
+        :raises ConfigError: the backend cannot (:attr:`Capabilities.listing`).
+        """
+        raise ConfigError(f"mailbox {self.name!r} cannot list its messages (Capabilities.listing)")
+
+    # --------------------------------------------------------------------------------------------------------- limits
+
+    async def change_limits(self, changes: list[LimitChange]) -> None:
+        """Change limits in one step; they hold for the whole fleet from then on, also for messages that wait already.
+
+        TaskLimits that a change makes wider let messages become ready, and wake waiting claims. See
+        :mod:`mainspring.mailbox.limiters` for what they mean. TaskLimits that are as they were cost no write.
+
+        :raises ConfigError: the backend cannot (:attr:`Capabilities.limits`).
+        """
+        raise ConfigError(f"mailbox {self.name!r} keeps no limits (Capabilities.limits)")
+
+    async def limits(self) -> list[LimitState]:
+        """Return the tasks that have limits, are paused or have a changed concurrency, in the order of their names.
+
+        :raises ConfigError: the backend cannot (:attr:`Capabilities.limits`).
+        """
+        raise ConfigError(f"mailbox {self.name!r} keeps no limits (Capabilities.limits)")
 
     # -------------------------------------------------------------------------------------------------------- records
 

@@ -40,6 +40,12 @@ class Envelope:
     priority: int = 0
     headers: Mapping[str, str] = field(default_factory=dict)
     expires_in: float | None = None
+    task: str | None = None
+    """The task whose limits hold for it, and by which it can be listed."""
+    key: str | None = None
+    """The key within the task: its share and its limits (see :mod:`mainspring.mailbox.limiters`). Only with a task."""
+    weight: float = 1.0
+    """How many messages of this key come in turn for one of a key of weight 1: 0.01 to 100."""
 
     def is_stored_as(self, message_id: str) -> bool:
         """True if the store keeps this message under that id, rather than an unfinished one with its ``dedup_key``.
@@ -197,6 +203,34 @@ class UnfinishedMessage:
     due_at: float | None = None
     """When a delayed message becomes pending (POSIX seconds)."""
     priority: int = 0
+    key: str | None = None
+    """What :attr:`Envelope.key` was."""
+
+
+@dataclass(frozen=True, slots=True)
+class MessageQuery:
+    """Which unfinished messages to list: those in ``place``, of ``task`` and ``key`` (None: any), sent at ``since`` or later.
+
+    ``since`` is in POSIX seconds (None: any). ``after`` is where the last page ended (:attr:`MessagePage.after`), or None for
+    the first page.
+    """
+
+    place: MessagePlace
+    limit: int
+    after: str | None = None
+    task: str | None = None
+    key: str | None = None
+    since: float | None = None
+
+
+class MessagePage(NamedTuple):
+    """Messages of a list, and where the next page begins (a text of the store's own), or None where this is the last.
+
+    A page may hold fewer than were asked for, or none, though others follow: the store then has looked at enough.
+    """
+
+    messages: list[UnfinishedMessage]
+    after: str | None
 
 
 class RescheduleOutcome(StrEnum):

@@ -148,7 +148,7 @@ class QueueMachine(RuleBasedStateMachine):
     def dead_at(self, now: float) -> list[str]:
         """What has died until now, in order: both choose by that."""
         self.queue.advance(now)
-        self.model.see_dead([letter[0].message_id for letter in self.queue.dead_letters(1_000, None)])
+        self.model.see_dead([letter[0].message_id for letter in self.queue.dead.page(1_000, None)])
         return list(self.model.dead)
 
     @invariant()

@@ -30,12 +30,15 @@ if TYPE_CHECKING:
 
     from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
+    from mainspring.mailbox.limiters import LimitChange, LimitState
     from mainspring.mailbox.message import (
         Cancelled,
         ClaimedMessage,
         Counts,
         Dead,
         Envelope,
+        MessagePage,
+        MessageQuery,
         RescheduleOutcome,
         Result,
         Settlement,
@@ -141,7 +144,15 @@ class MemoryBackend(Backend):
     """A queue in memory. ``key`` is the name under which it is found; one of a mailbox made by the constructor is its alone."""
 
     capabilities = Capabilities(
-        joined_acks=True, queue_age=True, records=True, announces_records=True, lookup=True, reschedule=True
+        joined_acks=True,
+        queue_age=True,
+        records=True,
+        announces_records=True,
+        lookup=True,
+        reschedule=True,
+        listing=True,
+        edit=True,
+        limits=True,
     )
     works_unopened: ClassVar[bool] = True
 
@@ -247,6 +258,9 @@ class MemoryBackend(Backend):
                     store.waker.wake_one()
                 store.arm()
                 return claimed
+            if store.queue.limits.tasks and store.queue.can_claim:  # it has put back as many as one claim may
+                await store.checkpoint()
+                continue
             if now >= deadline:
                 break
             self._waiting += 1
@@ -268,6 +282,8 @@ class MemoryBackend(Backend):
                 self._send_reply_to(store, delivery, settlement.reply, now)
             for error in queue.acknowledge([delivery], now).values():
                 raise error
+            if queue.limits.tasks:
+                store.changed()
             if settlement.result is not None:
                 self._keep_result(store, delivery.message_id, settlement.result, now)
         elif type(settlement) is Nack:
@@ -278,10 +294,15 @@ class MemoryBackend(Backend):
             if dead.reply is not None:
                 self._send_reply_to(store, delivery, dead.reply, now)
             queue.dead_letter(delivery, now, dead)
+            if queue.limits.tasks:
+                store.changed()
 
     async def acknowledge_many(self, deliveries: list[ClaimedMessage]) -> dict[int, Exception]:
         store = self._here()
-        return store.queue.acknowledge(deliveries, store.clock())
+        refused = store.queue.acknowledge(deliveries, store.clock())
+        if store.queue.limits.tasks:
+            store.changed()
+        return refused
 
     def _send_reply_to(self, store: MemoryStore, delivery: ClaimedMessage, reply: Envelope, now: float) -> None:
         """Put a reply into the queue that it is for, while the lease is held."""
@@ -316,6 +337,7 @@ class MemoryBackend(Backend):
         """Never waits. The holder of the message hears of it at once, as it is on this event loop."""
         store = self._here()
         cancelled = store.queue.cancel(message_id, store.clock())
+        store.changed()
         if cancelled.outcome is CancelOutcome.CANCELLED:
             for member in list(store.members):
                 member.notifications.cancelled.publish([message_id])
@@ -330,6 +352,29 @@ class MemoryBackend(Backend):
         outcome = store.queue.reschedule(message_id, store.clock(), delay)
         store.changed()
         return outcome
+
+    async def replace_body(self, message_id: str, body: Any) -> RescheduleOutcome:
+        store = self._here()
+        return store.queue.replace_body(message_id, body, store.clock())
+
+    async def list_messages(self, query: MessageQuery) -> MessagePage:
+        store = self._here()
+        return store.queue.list_messages(query, store.clock())
+
+    # --------------------------------------------------------------------------------------------------------- limits
+
+    async def change_limits(self, changes: list[LimitChange]) -> None:
+        """Never waits, so a cancellation does not reach it."""
+        store = self._here()
+        now = store.clock()
+        store.queue.advance(now)
+        store.queue.limits.change(changes, now)
+        store.changed()
+
+    async def limits(self) -> list[LimitState]:
+        store = self._here()
+        store.queue.advance(store.clock())
+        return store.queue.limits.states(store.queue.in_flight)
 
     # -------------------------------------------------------------------------------------------------------- records
 
@@ -369,12 +414,12 @@ class MemoryBackend(Backend):
     async def dead_letters(self, limit: int, after: str | None) -> list[tuple[ClaimedMessage, Dead, float]]:
         store = self._here()
         store.queue.advance(store.clock())
-        return store.queue.dead_letters(limit, after)
+        return store.queue.dead.page(limit, after)
 
     async def find_dead_letters(self, message_ids: list[str]) -> list[tuple[ClaimedMessage, Dead, float]]:
         store = self._here()
         store.queue.advance(store.clock())
-        return store.queue.find_dead(message_ids)
+        return store.queue.dead.find(message_ids)
 
     async def replay_dead_letters(self, message_ids: list[str] | None) -> int:
         store = self._here()
@@ -384,8 +429,9 @@ class MemoryBackend(Backend):
 
     async def purge_dead_letters(self, message_ids: list[str] | None) -> int:
         store = self._here()
-        store.queue.advance(store.clock())
-        return store.queue.purge_dead(message_ids)
+        purged = store.queue.purge_dead(message_ids, store.clock())
+        store.changed()
+        return purged
 
 
 class ReceiveWaker:

@@ -6,12 +6,15 @@ import math
 from bisect import insort
 from collections import deque
 from dataclasses import fields
-from heapq import heapify, heappop, heappush
-from itertools import islice
+from heapq import heapify, heappop, heappush, merge
 from operator import attrgetter
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
+from mainspring.mailbox.limiters import Blocks
 from mainspring.mailbox.limits import full, lease_over
+from mainspring.mailbox.memory.dead import MemoryDeadLetters
+from mainspring.mailbox.memory.limits import KEY, LimiterQueue, MemoryLimits
+from mainspring.mailbox.memory.listing import MemoryListing, sent_since
 from mainspring.mailbox.memory.records import MemoryRecords
 from mainspring.mailbox.message import (
     EXPIRED,
@@ -20,6 +23,7 @@ from mainspring.mailbox.message import (
     CancelOutcome,
     ClaimedMessage,
     Counts,
+    MessagePage,
     MessagePlace,
     RescheduleOutcome,
     UnfinishedMessage,
@@ -28,7 +32,7 @@ from mainspring.mailbox.message import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from mainspring.mailbox.message import Dead, Envelope, Nack
+    from mainspring.mailbox.message import Dead, Envelope, MessageQuery, Nack
     from mainspring.mailbox.records import RecordWrite
 
 
@@ -37,28 +41,52 @@ PENDING: Final = 1
 IN_FLIGHT: Final = 2
 GONE: Final = 3
 
+QUEUE_SWEEP_FROM = 64
+
 _PLACES = (MessagePlace.DELAYED, MessagePlace.PENDING, MessagePlace.IN_FLIGHT)
 _VALUES = attrgetter(*(part.name for part in fields(ClaimedMessage)))
 
-QUEUE_SWEEP_FROM = 64
+SHARE_SWEEP_FROM = 1_024
+MOST_ROUNDS = 8
+"""How often one claim takes others for messages that it has put back to their limiters."""
 
 
 class QueuedMessage(ClaimedMessage):
     """One stay of a message in the queue: from when it begins to wait until its delivery ends.
 
     A claim hands out the entry itself as the delivery. A message that comes back does so as a new entry, so that the old one
-    stays what its holder knew. ``attempt`` counts the attempt to come. ``place``, ``order``, ``due`` and ``lease_until`` are
-    there from when it has been put, has waited, is delayed and is leased.
+    stays what its holder knew. ``attempt`` counts the attempt to come. Set later are: ``place`` as it is put,
+    ``order`` as it waits, ``due`` as it is delayed, ``lease_until`` as it is leased. ``key``, ``weight``, ``permits`` and
+    ``waits_at`` are set where it has a task.
     """
 
     priority: int
     dedup_key: str | None
     lease_until: float
-    order: int
+    order: float
     place: int
     due: float
+    task: str | None
+    key: str | None
+    weight: float
+    permits: int
+    waits_at: LimiterQueue | None
 
-    __slots__ = ("dedup_key", "due", "expires_at", "lease_until", "order", "place", "priority", "timer")
+    __slots__ = (
+        "dedup_key",
+        "due",
+        "expires_at",
+        "key",
+        "lease_until",
+        "order",
+        "permits",
+        "place",
+        "priority",
+        "task",
+        "timer",
+        "waits_at",
+        "weight",
+    )
 
     def __init__(self, sent: Envelope | QueuedMessage, enqueued_at: float, expires_at: float = math.inf) -> None:
         self.message_id = sent.message_id
@@ -78,6 +106,12 @@ class QueuedMessage(ClaimedMessage):
         self.dedup_key = sent.dedup_key
         self.expires_at = expires_at
         self.timer = 0
+        self.task = sent.task
+        if sent.task is not None:
+            self.key = sent.key
+            self.weight = sent.weight
+            self.permits = 0
+            self.waits_at = None
 
     def again(self, *, charge: bool) -> QueuedMessage:
         """Return its next stay, after this delivery came to nothing."""
@@ -94,67 +128,87 @@ class QueuedMessage(ClaimedMessage):
         entry.attempt = self.attempt
         entry.first_received_at = self.first_received_at
         entry.history = self.history
+        if self.task is not None:
+            entry.permits = self.permits
         return entry
 
     def anew(self) -> QueuedMessage:
         """Return its next stay as a dead letter that is replayed: fresh counts, no history, no deadline."""
         entry = QueuedMessage(self, self.enqueued_at)
         entry.checkpoint = self.checkpoint
+        if self.task is not None:
+            entry.permits = self.permits
         return entry
 
 
 class PriorityQueue:
-    """Those of one priority that wait: returned ones (a heap, in their old order) before the others.
+    """The ready messages of one priority. Returned ones (a heap, in their old order) are before the others.
 
-    An item that leaves from the middle stays behind as a dead one, until it comes to the head or the dead outnumber the rest.
+    Messages with a place of their own (for their key, or since they waited at a limiter) are in a heap, the others in the
+    order in which they came. An item that leaves from the middle stays behind as a dead one, until it comes to the head or
+    the dead outnumber the rest.
     """
 
-    __slots__ = ("front", "gone", "tail")
+    __slots__ = ("_tie", "front", "gone", "placed", "tail")
 
     def __init__(self) -> None:
-        self.front: list[tuple[int, QueuedMessage]] = []
+        self.front: list[tuple[float, int, QueuedMessage]] = []
+        self.placed: list[tuple[float, int, QueuedMessage]] = []
         self.tail: deque[QueuedMessage] = deque()
         self.gone = 0
+        self._tie = 0
+
+    def push(self, heap: list[tuple[float, int, QueuedMessage]], entry: QueuedMessage) -> None:
+        """Put ``entry`` into ``front`` or ``placed``, at its place, behind others of the same place."""
+        self._tie += 1
+        heappush(heap, (entry.order, self._tie, entry))
 
     def take(self, most: int, into: list[QueuedMessage]) -> bool:
         """Move the first into ``into`` until that holds ``most``; return True if the queue is empty now."""
-        front, tail = self.front, self.tail
-        while len(into) < most and (tail or front):
-            entry = heappop(front)[1] if front else tail.popleft()
+        front, tail, placed = self.front, self.tail, self.placed
+        while len(into) < most and (tail or front or placed):
+            if front:
+                entry = heappop(front)[2]
+            elif placed and (not tail or placed[0][0] < tail[0].order):
+                entry = heappop(placed)[2]
+            else:
+                entry = tail.popleft()
             if entry.place == PENDING:
                 into.append(entry)
             else:
                 self.gone -= 1
-        return not front and not tail
+        return not front and not tail and not placed
 
     def first(self) -> QueuedMessage | None:
         """Return the entry that is next in turn, and drop the dead items before it."""
-        front, tail = self.front, self.tail
-        while front and front[0][1].place != PENDING:
-            heappop(front)
-            self.gone -= 1
-        if front:
-            return front[0][1]
+        for heap in (self.front, self.placed):
+            while heap and heap[0][2].place != PENDING:
+                heappop(heap)
+                self.gone -= 1
+        tail = self.tail
         while tail and tail[0].place != PENDING:
             tail.popleft()
             self.gone -= 1
+        if self.front:
+            return self.front[0][2]
+        if self.placed and (not tail or self.placed[0][0] < tail[0].order):
+            return self.placed[0][2]
         return tail[0] if tail else None
 
     def lose_one(self, entry: QueuedMessage) -> None:
         """Note that ``entry`` has left from the middle."""
         entry.place = GONE
         self.gone += 1
-        if self.gone > QUEUE_SWEEP_FROM and self.gone * 2 > len(self.front) + len(self.tail):
-            self.front = [item for item in self.front if item[1].place == PENDING]
-            heapify(self.front)
+        if self.gone > QUEUE_SWEEP_FROM and self.gone * 2 > len(self.front) + len(self.placed) + len(self.tail):
+            for heap in (self.front, self.placed):
+                heap[:] = [item for item in heap if item[2].place == PENDING]
+                heapify(heap)
             self.tail = deque(entry for entry in self.tail if entry.place == PENDING)
             self.gone = 0
 
     def __iter__(self) -> Iterator[QueuedMessage]:
-        for _, entry in sorted(self.front):
-            if entry.place == PENDING:
-                yield entry
-        for entry in self.tail:
+        rest = [(entry.order, 0, entry) for entry in self.tail]
+        for _, _, entry in (*sorted(self.front), *merge(sorted(self.placed), rest)):
             if entry.place == PENDING:
                 yield entry
 
@@ -175,7 +229,7 @@ class Timers:
 
     def __init__(self) -> None:
         self.in_flight: dict[str, QueuedMessage] = {}
-        self.waiting: dict[int, QueuedMessage] = {}
+        self.waiting: dict[int, QueuedMessage | LimiterQueue] = {}
         self.heap: list[tuple[float, int, list[str] | None]] = []
         self._serial = 0
         self._weight = 0  # keys in the heap
@@ -195,16 +249,16 @@ class Timers:
             self._stale -= dead
         return math.inf
 
-    def set_timer(self, entry: QueuedMessage, when: float) -> None:
-        """Let something be due at ``when`` for ``entry``, which waits."""
+    def set_timer(self, entry: QueuedMessage | LimiterQueue, when: float) -> None:
+        """Let something be due at ``when`` for a message that waits, or for a limiter."""
         self._serial += 1
         entry.timer = self._serial
         self.waiting[self._serial] = entry
         heappush(self.heap, (when, self._serial, None))
         self._weight += 1
 
-    def drop_timer(self, entry: QueuedMessage) -> None:
-        """Drop the timer of ``entry``, which waits no more."""
+    def drop_timer(self, entry: QueuedMessage | LimiterQueue) -> None:
+        """Drop the timer of ``entry``."""
         del self.waiting[entry.timer]
         entry.timer = 0
         self._stale += 1
@@ -225,7 +279,7 @@ class Timers:
         if self._stale >= self._sweep_at:
             self._sweep()
 
-    def due(self, now: float) -> Iterator[QueuedMessage]:
+    def due(self, now: float) -> Iterator[QueuedMessage | LimiterQueue]:
         """Take out, in order, the entries for which something is due at ``now``; each goes before the next comes."""
         heap = self.heap
         while heap and heap[0][0] <= now:
@@ -285,26 +339,41 @@ class MemoryQueue:
         self.pending = 0
         self.delayed = 0
         self.settled = 0
-        self.dead: dict[str, tuple[QueuedMessage, Dead, float]] = {}
+        self.dead = MemoryDeadLetters()
         self._queues: dict[int, PriorityQueue] = {0: PriorityQueue()}
         self._priorities = [0]  # negated, so that ascending order is the order of service
         self._keys: dict[str, str] = {}
         self._ids: dict[str, QueuedMessage] | None = (
             None  # made by the first cancellation: who never cancels pays nothing for it
         )
+        self._listing: MemoryListing | None = None
         self.records = MemoryRecords()
         self._timers = Timers()
         self.heap = self._timers.heap
         """No instant is due before its first one (at which, maybe, nothing is any more)."""
         self._in_flight = self._timers.in_flight
         self._serial = 0
+        self.limits = MemoryLimits(self._timers, self._make_ready)
+        self._shares: dict[tuple[int, str | None, str], float] = {}
+        """The last place of each key."""
+        self._share_sweep_at = SHARE_SWEEP_FROM
 
     # ------------------------------------------------------------------------------------------------------ coming in
 
     @property
     def waiting(self) -> int:
         """The number of messages that are still to be done."""
-        return self.pending + self.delayed + len(self._in_flight)
+        return self.pending + self.limits.waiting + self.delayed + len(self._in_flight)
+
+    @property
+    def in_flight(self) -> int:
+        """The number of messages in flight."""
+        return len(self._in_flight)
+
+    @property
+    def can_claim(self) -> bool:
+        """True if a claim may find a message."""
+        return bool(self.pending) and (not self.limits.tasks or self.limits.room(len(self._in_flight)) > 0)
 
     def put(self, envelopes: list[Envelope], now: float) -> list[str]:
         """Let messages wait, all or none. Return their ids; for a ``dedup_key`` in use, that of the unfinished message."""
@@ -323,7 +392,7 @@ class MemoryQueue:
                     ids.append(unfinished)
                     continue
             if envelope.expires_in is None and not envelope.delay:
-                self._append(QueuedMessage(envelope, self.wall()))
+                self._append(QueuedMessage(envelope, self.wall()), now)
             else:
                 expires_at = math.inf if envelope.expires_in is None else now + envelope.expires_in
                 self._place(QueuedMessage(envelope, self.wall(), expires_at), now, envelope.delay)
@@ -340,31 +409,61 @@ class MemoryQueue:
             self._expire(entry, now)
         elif delay > 0:
             if self._ids is not None:
-                self._ids[entry.message_id] = entry
+                self._know(entry)
             entry.place = DELAYED
             entry.due = now + delay
             self.delayed += 1
             self._timers.set_timer(entry, min(now + delay, entry.expires_at))
         else:
-            self._append(entry, front)
+            self._append(entry, now, front)
 
-    def _append(self, entry: QueuedMessage, front: bool = False) -> None:
-        queue = self._queues.get(entry.priority)
-        if queue is None:
-            queue = self._queues[entry.priority] = PriorityQueue()
-            insort(self._priorities, -entry.priority)
+    def _append(self, entry: QueuedMessage, now: float, front: bool = False) -> None:
+        """Let ``entry``, which is due, become ready, or wait at a limiter."""
+        queue = self._queues.get(entry.priority) or self._new_queue(entry.priority)
         if self._ids is not None:
-            self._ids[entry.message_id] = entry
+            self._know(entry)
         entry.place = PENDING
-        self.pending += 1
-        if front:  # among those that came back, the order in which they once waited
-            heappush(queue.front, (entry.order, entry))
-        else:
-            self._serial += 1
-            entry.order = self._serial
-            queue.tail.append(entry)
         if entry.expires_at != math.inf:
             self._timers.set_timer(entry, entry.expires_at)
+        if not front:
+            self._serial += 1
+            entry.order = self._serial if entry.task is None or entry.key is None else self._share(queue, entry)
+        limited = None if entry.task is None else self.limits.tasks.get(entry.task)
+        if limited is not None:
+            self.limits.comes_again(entry)
+            self.limits.enter(limited, entry, now)
+            return
+        self.pending += 1
+        if front:  # among those that came back, the order in which they once waited
+            queue.push(queue.front, entry)
+        elif entry.order == self._serial:
+            queue.tail.append(entry)
+        else:
+            queue.push(queue.placed, entry)
+
+    def _make_ready(self, entry: QueuedMessage) -> None:
+        """Put an entry that has its permits where it is claimed, at its place."""
+        queue = self._queues.get(entry.priority) or self._new_queue(entry.priority)
+        self.pending += 1
+        queue.push(queue.placed, entry)
+
+    def _new_queue(self, priority: int) -> PriorityQueue:
+        insort(self._priorities, -priority)
+        queue = self._queues[priority] = PriorityQueue()
+        return queue
+
+    def _share(self, queue: PriorityQueue, entry: QueuedMessage) -> float:
+        """Return the place of an entry with a key: behind the last one of its key, and not before the first in line."""
+        first = queue.first()
+        now_at = self._serial if first is None else first.order
+        share = (entry.priority, entry.task, entry.key or "")
+        last = self._shares.get(share)
+        if last is None and len(self._shares) >= self._share_sweep_at:
+            self._shares = {share: last for share, last in self._shares.items() if last > now_at}
+            self._share_sweep_at = max(SHARE_SWEEP_FROM, 2 * len(self._shares))
+        place = now_at if last is None else max(now_at, last + 1 / entry.weight)
+        self._shares[share] = place
+        return place
 
     def put_with(self, write: RecordWrite, envelopes: list[Envelope], now: float) -> int | None:
         """Change a record and let messages wait, both or neither. Return the record's version, or None if it is another."""
@@ -379,17 +478,24 @@ class MemoryQueue:
         """Lease at most ``most`` pending messages, best first, until ``visibility_timeout`` seconds from ``now``."""
         if self.heap and self.heap[0][0] <= now:
             self.advance(now)
-        if not self.pending:
+        is_limited = bool(self.limits.tasks)
+        if is_limited:
+            most = int(min(most, self.limits.room(len(self._in_flight))))
+        if not self.pending or most <= 0:
             return []
         taken: list[QueuedMessage] = []
-        for negated in self._priorities if len(self._priorities) == 1 else tuple(self._priorities):
-            queue = self._queues[-negated]
-            if queue.take(most, taken) and negated:
-                del self._queues[-negated]
-                self._priorities.remove(negated)
-            if len(taken) == most:
+        for _ in range(MOST_ROUNDS):
+            before = len(taken)
+            for negated in self._priorities if len(self._priorities) == 1 else tuple(self._priorities):
+                queue = self._queues[-negated]
+                if queue.take(most, taken) and negated:
+                    del self._queues[-negated]
+                    self._priorities.remove(negated)
+                if len(taken) == most:
+                    break
+            self.pending -= len(taken) - before
+            if not is_limited or not self._put_back(taken, now):
                 break
-        self.pending -= len(taken)
         until = now + visibility_timeout
         serial = self._serial
         wall = self.wall()
@@ -410,7 +516,23 @@ class MemoryQueue:
             receipts.append(receipt)
         self._serial = serial
         self._timers.set_leases(receipts, until)
+        if is_limited:
+            self.limits.claimed(taken, now)
         return taken
+
+    def _put_back(self, taken: list[QueuedMessage], now: float) -> bool:
+        """Let those of ``taken`` wait at their limiters that may not be claimed. True if others may be taken instead."""
+        admitted = []
+        for entry in taken:
+            limited = None if entry.task is None else self.limits.tasks.get(entry.task)
+            if limited is None or limited.admits(entry):
+                admitted.append(entry)
+            else:
+                self.limits.put_back(limited, entry, now)
+        if len(admitted) == len(taken):
+            return False
+        taken[:] = admitted
+        return bool(self.pending)
 
     def leased(self, delivery: ClaimedMessage, now: float) -> QueuedMessage:
         """Return the entry of a delivery whose lease is held. Raise :class:`ReceiptHandleExpiredError` for any other."""
@@ -436,6 +558,8 @@ class MemoryQueue:
                 self._free_key(entry)
             if self._ids is not None:
                 self._ids.pop(entry.message_id, None)
+            if entry.task is not None and entry.permits:
+                self.limits.left(entry, now, was_claimed=True)
         self._timers.end_leases(done)
         self.settled += len(done)
         return refused
@@ -444,6 +568,7 @@ class MemoryQueue:
         """Return it to those that wait."""
         entry = self.leased(delivery, now)
         self._end_lease(entry)
+        self._end_permits(entry, now, keeps=KEY if how.front else self.limits.keeps(entry, Blocks.RETRY))
         again = entry.again(charge=how.charge)
         if how.history is not None:
             again.history = how.history
@@ -453,7 +578,13 @@ class MemoryQueue:
         """Give it up: to the dead letters."""
         entry = self.leased(delivery, now)
         self._end_lease(entry)
+        self._end_permits(entry, now, keeps=self.limits.keeps(entry, Blocks.DEAD))
         self._dead_letter(entry, why, self.wall())
+
+    def _end_permits(self, entry: QueuedMessage, now: float, *, keeps: int = 0) -> None:
+        """End the permits of an entry that was in flight."""
+        if entry.task is not None and entry.permits:
+            self.limits.left(entry, now, was_claimed=True, keeps=keeps)
 
     def extend(self, delivery: ClaimedMessage, now: float, timeout: float) -> None:
         """Let its lease last ``timeout`` seconds from ``now``; never less than before. Its item in the heap stays."""
@@ -472,7 +603,7 @@ class MemoryQueue:
             self._ids.pop(entry.message_id, None)
         if why.history is not None:
             entry.history = why.history
-        self.dead[entry.message_id] = (entry, why, at)
+        self.dead.add(entry, why, at)
 
     def _expire(self, entry: QueuedMessage, now: float) -> None:
         entry.attempt -= 1  # it counted the attempt to come, which will not be made
@@ -488,15 +619,17 @@ class MemoryQueue:
     def advance(self, now: float) -> None:
         """Let everything happen that is due at ``now``: delays end, leases expire, messages die of age."""
         for entry in self._timers.due(now):
-            if entry.place == IN_FLIGHT:
+            if isinstance(entry, LimiterQueue):
+                self.limits.let_in(entry, now)
+            elif entry.place == IN_FLIGHT:
                 entry.place = GONE
+                self._end_permits(entry, now, keeps=self.limits.keeps(entry, Blocks.RETRY))
                 self._place(entry.again(charge=True), now)
             elif entry.place == DELAYED:
                 self.delayed -= 1
                 self._place(entry, now)
             else:
-                self.pending -= 1
-                self._queues[entry.priority].lose_one(entry)
+                self._leave(entry, now)
                 self._expire(entry, now)
 
     def next_due(self) -> float:
@@ -509,7 +642,8 @@ class MemoryQueue:
         """Return where the messages are."""
         self.advance(now)
         age = self._queue_age()
-        return Counts(self.delayed, self.pending, len(self._in_flight), self.settled, len(self.dead), queue_age=age)
+        pending = self.pending + self.limits.waiting
+        return Counts(self.delayed, pending, len(self._in_flight), self.settled, len(self.dead), queue_age=age)
 
     def _queue_age(self) -> float:
         """Return the seconds since the send of the oldest of the first in line; 0 where none is pending."""
@@ -534,8 +668,9 @@ class MemoryQueue:
         if entry.place == IN_FLIGHT:
             outcome = CancelOutcome.CANCELLED
             self._end_lease(entry)
+            self._end_permits(entry, now)
         else:
-            self._take_out(entry)
+            self._take_out(entry, now)
         self._free_key(entry)
         self.settled += 1
         return Cancelled(outcome, entry.reply_to, entry.headers)
@@ -553,7 +688,7 @@ class MemoryQueue:
         if entry.place != IN_FLIGHT:
             message.attempt -= 1  # it counts the attempt to come
         due = self.wall() + entry.due - now if entry.place == DELAYED else None
-        return UnfinishedMessage(message, _PLACES[entry.place], due, entry.priority)
+        return UnfinishedMessage(message, _PLACES[entry.place], due, entry.priority, entry.key if entry.task else None)
 
     def reschedule(self, message_id: str, now: float, delay: float) -> RescheduleOutcome:
         """Let a message that waits become pending ``delay`` seconds from ``now``."""
@@ -564,71 +699,97 @@ class MemoryQueue:
         if entry.place == IN_FLIGHT:
             return RescheduleOutcome.IN_FLIGHT
         if delay or entry.place == DELAYED:
-            self._take_out(entry)
-            self._place(entry.moved(), now, delay)
+            moved = entry.moved()
+            self._take_out(entry, now)
+            self._place(moved, now, delay)
         return RescheduleOutcome.RESCHEDULED
+
+    def replace_body(self, message_id: str, body: Any, now: float) -> RescheduleOutcome:
+        """Let a message that waits have another body."""
+        self.advance(now)
+        entry = self._by_id().get(message_id)
+        if entry is None:
+            return RescheduleOutcome.UNKNOWN
+        if entry.place == IN_FLIGHT:
+            return RescheduleOutcome.IN_FLIGHT
+        entry.body = body
+        return RescheduleOutcome.RESCHEDULED
+
+    def list_messages(self, query: MessageQuery, now: float) -> MessagePage:
+        """Return a page of unfinished messages, in the order in which they came."""
+        self.advance(now)
+        if self._listing is None:
+            self._listing = MemoryListing(self._by_id())
+        place, since = _PLACES.index(query.place), sent_since(query)
+        found, after = self._listing.page(query, lambda entry: entry.place == place and entry.enqueued_at >= since)
+        return MessagePage([self._seen(entry, now) for entry in found], after)
+
+    def _know(self, entry: QueuedMessage) -> None:
+        ids = self._by_id()
+        is_new = entry.message_id not in ids
+        ids[entry.message_id] = entry
+        if is_new and self._listing is not None:
+            self._listing.add(entry)
 
     def _by_id(self) -> dict[str, QueuedMessage]:
         if self._ids is None:
-            waiting = [*self._timers.waiting.values(), *self._in_flight.values()]
+            waiting = [*self._in_flight.values(), *self.limits.messages()]
+            waiting += [entry for entry in self._timers.waiting.values() if isinstance(entry, QueuedMessage)]
             waiting += [entry for queue in self._queues.values() for entry in queue]
             self._ids = {entry.message_id: entry for entry in waiting}
         return self._ids
 
-    def _take_out(self, entry: QueuedMessage) -> None:
+    def _take_out(self, entry: QueuedMessage, now: float) -> None:
         """Take a waiting message out of the line, or out of the delayed messages."""
         if entry.timer:
             self._timers.drop_timer(entry)
         if entry.place == PENDING:
-            self.pending -= 1
-            self._queues[entry.priority].lose_one(entry)
+            self._leave(entry, now)
         else:
             self.delayed -= 1
             entry.place = GONE
+            if entry.task is not None and entry.permits:  # of its key, as it was to be tried again
+                self.limits.left(entry, now, was_claimed=True)
+
+    def _leave(self, entry: QueuedMessage, now: float) -> None:
+        """Take a pending message out of the line, or from its limiter."""
+        if entry.task is not None and entry.waits_at is not None:
+            self.limits.lost(entry)
+            entry.place = GONE
+        else:
+            self.pending -= 1
+            self._queues[entry.priority].lose_one(entry)
+        if entry.task is not None and entry.permits:
+            self.limits.left(entry, now, was_claimed=False)
 
     def _clear(self) -> None:
-        self._ids = None
+        self._ids = self._listing = None
         self._queues = {0: PriorityQueue()}
         self._priorities = [0]
         self._keys.clear()
         self._timers.clear()
+        self._shares.clear()
+        self.limits.clear(self.dead.messages())
         self.pending = self.delayed = 0
 
     def replay(self, message_ids: list[str] | None, now: float) -> int:
         """Let dead letters wait again, with fresh counts; all or (where there is no room) none; how many that were."""
         self.advance(now)
-        found = self._named_dead(message_ids)
+        found = self.dead.named(message_ids)
         self._check_room(len(found))
-        for message_id in found:
-            entry = self.dead.pop(message_id)[0].anew()
+        for dead in self.dead.take(found):
+            entry = dead.anew()
             key = entry.dedup_key
-            if key is not None and self._keys.setdefault(key, message_id) != message_id:
+            if key is not None and self._keys.setdefault(key, entry.message_id) != entry.message_id:
                 entry.dedup_key = None  # another's by now, and it stays so
-            self._append(entry)
+            self._append(entry, now)
         return len(found)
 
-    def dead_letters(self, limit: int, after: str | None) -> list[tuple[ClaimedMessage, Dead, float]]:
-        """Return at most ``limit`` dead letters, oldest first, behind ``after`` (an unknown id is before all)."""
-        found = iter(self.dead.items())
-        if after in self.dead:
-            for message_id, _ in found:
-                if message_id == after:
-                    break
-        return [letter for _, letter in islice(found, limit)]
-
-    def find_dead(self, message_ids: list[str]) -> list[tuple[ClaimedMessage, Dead, float]]:
-        """Return those of ``message_ids`` that are dead letters."""
-        return [self.dead[message_id] for message_id in self._named_dead(message_ids)]
-
-    def purge_dead(self, message_ids: list[str] | None) -> int:
+    def purge_dead(self, message_ids: list[str] | None, now: float) -> int:
         """Forget dead letters; how many that were."""
-        found = self._named_dead(message_ids)
-        for message_id in found:
-            del self.dead[message_id]
-        self.settled += len(found)
-        return len(found)
-
-    def _named_dead(self, message_ids: list[str] | None) -> list[str]:
-        if message_ids is None:
-            return list(self.dead)
-        return [message_id for message_id in dict.fromkeys(message_ids) if message_id in self.dead]
+        self.advance(now)
+        purged = list(self.dead.take(message_ids))
+        for entry in purged:
+            self._end_permits(entry, now)
+        self.settled += len(purged)
+        return len(purged)

@@ -42,6 +42,8 @@ from mainspring.testing.mailbox_contract import (
     dead_letters,
     leases,
     life_cycle,
+    limits,
+    listing,
     receiving,
     records,
     requests,
@@ -80,7 +82,20 @@ Backend = BackendUnderTest
 
 F = TypeVar("F", bound="Callable[..., object]")
 
-_MODULES = (life_cycle, sending, receiving, leases, settling, dead_letters, requests, bodies, counting, records)
+_MODULES = (
+    life_cycle,
+    sending,
+    receiving,
+    leases,
+    settling,
+    dead_letters,
+    requests,
+    bodies,
+    counting,
+    records,
+    listing,
+    limits,
+)
 
 
 def behaviours() -> list[Behaviour]:

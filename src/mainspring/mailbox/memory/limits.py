@@ -1,0 +1,287 @@
+"""The limiters of the in-memory queue: which messages wait at them, and when these become ready."""
+
+from __future__ import annotations
+
+import math
+from heapq import heapify, heappop, heappush
+from operator import itemgetter
+from typing import TYPE_CHECKING, Final
+
+from mainspring.mailbox.limiters import ALL_TASKS, Blocks, LimitChange, Limiter, LimitState, TaskLimits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from mainspring.mailbox.memory.queue import QueuedMessage, Timers
+    from mainspring.policies import Rate
+
+KEY: Final = 1
+TASK: Final = 2
+"""Which permits a message has (:attr:`QueuedMessage.permits`): that of its key, and that of its task."""
+
+SWEEP_FROM: Final = 1_024
+"""Keys below which those that have nothing to remember are not looked for."""
+
+
+_PLACE = itemgetter(0, 1, 2)
+
+
+class LimiterQueue:
+    """One limiter with the messages that wait at it. ``timer`` is set while it is to open at a known instant."""
+
+    __slots__ = ("_tie", "gone", "key", "limiter", "task", "timer", "waiting")
+
+    def __init__(self, task: TaskLimiters, key: str | None) -> None:
+        self.task = task
+        self.key = key
+        self.limiter = Limiter()
+        self.waiting: list[tuple[int, float, int, QueuedMessage]] = []
+        self.gone = 0
+        self.timer = 0
+        self._tie = 0
+
+    def add(self, entry: QueuedMessage) -> None:
+        """Let a message wait."""
+        self._tie += 1
+        entry.waits_at = self
+        heappush(self.waiting, (-entry.priority, entry.order, self._tie, entry))
+
+    def lose_one(self) -> None:
+        """Note that a waiting message has left from the middle."""
+        self.gone += 1
+        if self.gone > SWEEP_FROM and self.gone * 2 > len(self.waiting):
+            self.waiting = [item for item in self.waiting if item[3].waits_at is self]
+            heapify(self.waiting)
+            self.gone = 0
+
+    def first(self) -> QueuedMessage | None:
+        """Return the message that is next, and drop what has left before it."""
+        while self.waiting:
+            entry = self.waiting[0][3]
+            if entry.waits_at is self:
+                return entry
+            heappop(self.waiting)
+            self.gone -= 1
+        return None
+
+    def take(self) -> QueuedMessage:
+        """Take out the message that :meth:`first` has returned."""
+        entry = heappop(self.waiting)[3]
+        entry.waits_at = None
+        return entry
+
+
+class TaskLimiters:
+    """The limits of one task, with its limiter and those of its keys."""
+
+    __slots__ = ("_sweep_at", "concurrency", "keys", "limits", "own", "paused", "task")
+
+    def __init__(self, task: str) -> None:
+        self.task = task
+        self.limits = TaskLimits()
+        self.paused = False
+        self.concurrency: int | None = None
+        self.own = LimiterQueue(self, None)
+        self.keys: dict[str, LimiterQueue] = {}
+        self._sweep_at = SWEEP_FROM
+
+    @property
+    def is_set(self) -> bool:
+        """True if it limits anything."""
+        return self.paused or self.concurrency is not None or self.limits != TaskLimits()
+
+    @property
+    def most(self) -> int | None:
+        """The concurrency that holds; 0 while it is paused."""
+        if self.paused:
+            return 0
+        return self.limits.concurrency if self.concurrency is None else self.concurrency
+
+    def bounds(self, queue: LimiterQueue) -> tuple[int | None, Rate | None]:
+        """Return the concurrency and the rate of one of its limiters."""
+        if queue is self.own:
+            return self.most, self.limits.rate
+        return self.limits.key_concurrency, self.limits.key_rate
+
+    def key_queue(self, key: str, now: float) -> LimiterQueue:
+        """Return the limiter of a key, made where there is none."""
+        found = self.keys.get(key)
+        if found is None:
+            if len(self.keys) >= self._sweep_at:
+                for each in [each for each in self.keys.values() if each.limiter.is_idle(now) and not each.waiting]:
+                    del self.keys[each.key or ""]
+                self._sweep_at = max(SWEEP_FROM, 2 * len(self.keys))
+            found = self.keys[key] = LimiterQueue(self, key)
+        return found
+
+    def admits(self, entry: QueuedMessage) -> bool:
+        """True if ``entry``, which is ready, may be claimed: it has its permits, and the task has not too many out."""
+        most = self.most
+        if not entry.permits & TASK or (most is not None and self.own.limiter.used > most) or self.paused:
+            return False
+        return bool(entry.permits & KEY) or entry.key is None or not self.limits.limits_keys
+
+
+class MemoryLimits:
+    """The limits of one queue. ``make_ready`` puts a message that has its permits where it is claimed."""
+
+    def __init__(self, timers: Timers, make_ready: Callable[[QueuedMessage], None]) -> None:
+        self._timers = timers
+        self._make_ready = make_ready
+        self.tasks: dict[str, TaskLimiters] = {}
+        self.waiting = 0
+        """Messages that wait at a limiter."""
+
+    @property
+    def is_paused(self) -> bool:
+        """True if the whole mailbox is paused."""
+        return ALL_TASKS in self.tasks and self.tasks[ALL_TASKS].paused
+
+    def room(self, in_flight: int) -> float:
+        """Return how many more messages may be in flight by the limits of the whole mailbox."""
+        whole = self.tasks.get(ALL_TASKS)
+        most = None if whole is None else whole.most
+        return math.inf if most is None else most - in_flight
+
+    def change(self, changes: list[LimitChange], now: float) -> None:
+        """Change limits, and let become ready what may."""
+        for change in changes:
+            task = self.tasks.get(change.task) or TaskLimiters(change.task)
+            self.tasks[change.task] = task
+            if change.declared is not None:
+                task.limits = change.declared
+            if change.paused is not None:
+                task.paused = change.paused
+            if change.concurrency is not None:
+                task.concurrency = change.concurrency or None
+            for queue in [*task.keys.values(), task.own]:
+                if queue.timer:
+                    self._timers.drop_timer(queue)
+                self.let_in(queue, now)
+            if not task.is_set and not task.own.limiter.used and not task.keys:
+                del self.tasks[change.task]
+
+    def states(self, in_flight: int) -> list[LimitState]:
+        """Return what is limited."""
+        return [
+            LimitState(
+                task.task,
+                task.limits,
+                task.paused,
+                task.concurrency,
+                in_flight if task.task == ALL_TASKS else task.own.limiter.used,
+                sum(len(queue.waiting) - queue.gone for queue in [*task.keys.values(), task.own]),
+            )
+            for _, task in sorted(self.tasks.items())
+            if task.is_set
+        ]
+
+    def messages(self) -> Iterator[QueuedMessage]:
+        """Yield the messages that wait at limiters."""
+        for task in self.tasks.values():
+            for queue in (task.own, *task.keys.values()):
+                yield from (entry for *_, entry in sorted(queue.waiting, key=_PLACE) if entry.waits_at is queue)
+
+    # ------------------------------------------------------------------------------------------------------- messages
+
+    def enter(self, task: TaskLimiters, entry: QueuedMessage, now: float) -> None:
+        """Let a message that is due get its permits: it becomes ready, or waits at a limiter."""
+        if entry.key is not None and task.limits.limits_keys and not entry.permits & KEY:
+            self._wait(task.key_queue(entry.key, now), entry, now)
+        elif not entry.permits & TASK:
+            self._wait(task.own, entry, now)
+        else:
+            self._make_ready(entry)
+
+    def put_back(self, task: TaskLimiters, entry: QueuedMessage, now: float) -> None:
+        """Let a message that was ready, and may not be claimed, wait at its limiter."""
+        if entry.permits & TASK:
+            entry.permits &= ~TASK
+            task.own.limiter.end(was_claimed=False)
+        self.enter(task, entry, now)
+
+    def claimed(self, entries: list[QueuedMessage], now: float) -> None:
+        """Note that messages were claimed. Claims of a rate may open it for the next one."""
+        touched: dict[LimiterQueue, None] = {}
+        for entry in entries:
+            if entry.task is None or not entry.permits or (task := self.tasks.get(entry.task)) is None:
+                continue
+            for queue in self._held(task, entry, entry.permits):
+                rate = task.bounds(queue)[1]
+                queue.limiter.claimed(rate, now)
+                if rate is not None:
+                    touched[queue] = None
+        for queue in touched:
+            self.let_in(queue, now)
+
+    def left(self, entry: QueuedMessage, now: float, *, was_claimed: bool, keeps: int = 0) -> None:
+        """End the permits of a message, but for that of ``keeps``, and let those behind it have them."""
+        task = None if entry.task is None or not entry.permits else self.tasks.get(entry.task)
+        if task is None:
+            return
+        ended = list(self._held(task, entry, entry.permits & ~keeps))
+        entry.permits &= keeps
+        for queue in ended:
+            queue.limiter.end(was_claimed=was_claimed)
+            self.let_in(queue, now)
+
+    def comes_again(self, entry: QueuedMessage) -> None:
+        """Note that a message which kept a permit is to be claimed again."""
+        task = None if entry.task is None or not entry.permits else self.tasks.get(entry.task)
+        if task is not None:
+            for queue in self._held(task, entry, entry.permits):
+                queue.limiter.unclaimed += 1
+
+    def lost(self, entry: QueuedMessage) -> None:
+        """Note that a message that waited at a limiter is gone from there."""
+        queue = entry.waits_at
+        if queue is not None:
+            entry.waits_at = None
+            queue.lose_one()
+            self.waiting -= 1
+
+    def keeps(self, entry: QueuedMessage, least: Blocks) -> int:
+        """Return the permit that a message keeps which is tried again (RETRY) or dead (DEAD)."""
+        task = None if entry.task is None else self.tasks.get(entry.task)
+        blocks = Blocks.RUNNING if task is None else task.limits.blocks
+        return KEY if blocks is Blocks.DEAD or blocks is least else 0
+
+    def clear(self, dead: Iterator[QueuedMessage]) -> None:
+        """Forget all messages but dead ones, which may have permits."""
+        self.waiting = 0
+        for task in self.tasks.values():
+            task.keys.clear()
+            task.own = LimiterQueue(task, None)
+        for entry in dead:
+            task_of = None if entry.task is None or not entry.permits else self.tasks.get(entry.task)
+            if task_of is not None and entry.key is not None:
+                task_of.key_queue(entry.key, 0.0).limiter.used += 1
+
+    def _held(self, task: TaskLimiters, entry: QueuedMessage, permits: int) -> Iterator[LimiterQueue]:
+        """Yield the limiters of these permits of ``entry``."""
+        if permits & KEY and entry.key in task.keys:
+            yield task.keys[entry.key]
+        if permits & TASK:
+            yield task.own
+
+    def _wait(self, queue: LimiterQueue, entry: QueuedMessage, now: float) -> None:
+        queue.add(entry)
+        self.waiting += 1
+        self.let_in(queue, now)
+
+    def let_in(self, queue: LimiterQueue, now: float) -> None:
+        """Give permits while the limiter is open, and set a timer for when it will be."""
+        task = queue.task
+        most, rate = task.bounds(queue)
+        limiter = queue.limiter
+        while (entry := queue.first()) is not None:
+            opens_at = limiter.opens_at(most, rate, now)
+            if opens_at > now:
+                if opens_at != math.inf and not queue.timer:
+                    self._timers.set_timer(queue, opens_at)
+                return
+            queue.take()
+            self.waiting -= 1
+            limiter.give()
+            entry.permits |= TASK if queue is task.own else KEY
+            self.enter(task, entry, now)

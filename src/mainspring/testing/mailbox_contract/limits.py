@@ -1,0 +1,390 @@
+"""TaskLimits across the fleet: permits of a task and of a key, rates, order, fair shares, and pauses."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+from mainspring.errors import MailboxClosedError
+from mainspring.mailbox.limiters import ALL_TASKS, Blocks, LimitChange, LimitState, TaskLimits
+from mainspring.mailbox.message import CancelOutcome, MessagePlace, RescheduleOutcome
+from mainspring.policies import Rate
+from mainspring.testing.mailbox_contract.harness import AnyMailbox, Harness, check, equal, on_mailbox
+
+if TYPE_CHECKING:
+    from mainspring.mailbox.message import Message
+
+LEASE = 600.0
+
+
+async def _send(
+    box: AnyMailbox, *bodies: Any, task: str = "t", key: str | None = None, weight: float = 1.0, **options: Any
+) -> list[str]:
+    """Send calls of a task, in one step."""
+    envelopes = [box.prepare(body, **options) for body in bodies]
+    for envelope in envelopes:
+        envelope.task, envelope.key, envelope.weight = task, key, weight
+    return await box.send_prepared(envelopes)
+
+
+async def _limit(box: AnyMailbox, task: str = "t", **limits: Any) -> None:
+    await box.backend.change_limits([LimitChange(task, TaskLimits(**limits))])
+
+
+async def _claim(box: AnyMailbox, most: int = 100, lease: float = LEASE) -> list[Message[Any, Any]]:
+    return await box.receive(max_messages=most, visibility_timeout=lease)
+
+
+def _bodies(messages: list[Message[Any, Any]]) -> list[Any]:
+    return [message.body for message in messages]
+
+
+@on_mailbox("limits")
+async def a_task_runs_no_more_than_its_concurrency(h: Harness, box: AnyMailbox) -> None:
+    """Of a task at most ``concurrency`` messages are in flight; the others wait, pending, and come as some are settled."""
+    await _limit(box, concurrency=2)
+    await _send(box, *range(5))
+    await _send(box, "other", task="u")
+    first = await _claim(box)
+    equal(sorted(map(str, _bodies(first))), ["0", "1", "other"], "claimed at first")
+    await h.counts(box, pending=3, in_flight=3)
+    await h.none(box, "the task has as many as it may")
+    await first[0].acknowledge()
+    (third,) = await _claim(box)
+    equal((third.body, third.delivery_count, third.attempt), (2, 1, 1), "the third, as it was never delivered")
+    await first[1].dead_letter("given up")
+    await third.nack(delay=60)
+    equal(_bodies(await _claim(box)), [3, 4], "after a death and a nack")
+
+
+@on_mailbox("limits")
+async def a_waiting_claim_wakes_when_a_limit_allows(h: Harness, box: AnyMailbox) -> None:
+    """A receive that waits gets a message as soon as another one's settlement, or a wider limit, lets it."""
+    await _limit(box, concurrency=1)
+    await _send(box, "a", "b", "c")
+    (first,) = await _claim(box)
+    async with h.waiting(box, 1) as received:
+        await first.acknowledge()
+    equal(_bodies([message for each in received for message in each]), ["b"], "claimed by the receive that waited")
+    async with h.waiting(box, 1) as received:
+        await box.backend.change_limits([LimitChange("t", concurrency=2)])
+    equal(_bodies([message for each in received for message in each]), ["c"], "claimed as the limit was widened")
+
+
+@on_mailbox("limits")
+async def each_key_has_its_own_concurrency(h: Harness, box: AnyMailbox) -> None:
+    """With a concurrency of keys, each key of the task runs that many; a call without a key is not limited by it."""
+    await _limit(box, key_concurrency=1)
+    for key in ("a", "b"):
+        await _send(box, f"{key}1", f"{key}2", key=key)
+    await _send(box, "none1", "none2")
+    messages = await _claim(box)
+    equal(sorted(_bodies(messages)), ["a1", "b1", "none1", "none2"], "claimed at first")
+    for message in messages:
+        if message.body == "b1":
+            await message.acknowledge()
+    equal(_bodies(await _claim(box)), ["b2"], "after the first of b was done")
+    await h.counts(box, pending=1, in_flight=4, settled=1)
+
+
+@on_mailbox("limits")
+async def a_key_and_its_task_both_limit(h: Harness, box: AnyMailbox) -> None:
+    """Where a task and its keys are limited, both limits hold, and a key that must wait does not hold up another one."""
+    await _limit(box, concurrency=2, key_concurrency=1)
+    await _send(box, "a1", "a2", "a3", key="a")
+    await _send(box, "b1", key="b")
+    await _send(box, "c1", key="c")
+    first = await _claim(box)
+    equal(_bodies(first), ["a1", "b1"], "one of each key, two of the task")
+    await first[1].acknowledge()
+    (third,) = await _claim(box)
+    equal(third.body, "c1", "a2 must wait for a1, so c1 comes")
+    await first[0].acknowledge()
+    equal(_bodies(await _claim(box)), ["a2"], "after a1")
+
+
+@on_mailbox("limits")
+async def a_rate_spreads_the_claims(h: Harness, box: AnyMailbox) -> None:
+    """With a rate, messages become claimable one by one, each an interval after the last; a wait ends at that instant."""
+    interval = h.short
+    await _limit(box, rate=Rate(1, interval))
+    await _send(box, *range(3))
+    with h.within(interval):
+        equal(_bodies(await _claim(box)), [0], "at once")
+        await h.none(box, "the rate is used up")
+    with h.takes(interval, "the wait for the rate") if h.virtual else nullcontext():
+        equal((await h.one(box, wait=h.wait, lease=LEASE)).body, 1, "after an interval")
+    await h.pass_time(10 * interval)
+    equal(_bodies(await _claim(box)), [2], "however long it took: one")
+
+
+@on_mailbox("limits")
+async def a_burst_may_begin_at_once(h: Harness, box: AnyMailbox) -> None:
+    """A rate with a burst lets that many begin at once, also when no worker came for long."""
+    await _limit(box, rate=Rate(100, 100 * LEASE, burst=3))
+    await _send(box, *range(10))
+    await h.pass_time(h.short)
+    equal(_bodies(await _claim(box)), [0, 1, 2], "claimed in spite of the time")
+    await h.none(box, "the burst is used up")
+    await h.counts(box, pending=7, in_flight=3)
+
+
+@on_mailbox("limits")
+async def a_key_has_its_own_rate(h: Harness, box: AnyMailbox) -> None:
+    """A rate of keys holds for each key."""
+    await _limit(box, key_rate=Rate(1, LEASE))
+    for key in ("a", "b"):
+        await _send(box, f"{key}1", f"{key}2", key=key)
+    messages = await _claim(box)
+    equal(sorted(_bodies(messages)), ["a1", "b1"], "one of each")
+    for message in messages:
+        await message.acknowledge()
+    await h.none(box, "the rates are used up, also when all is done")
+
+
+@on_mailbox("limits")
+async def messages_of_a_key_come_in_order(h: Harness, box: AnyMailbox) -> None:
+    """With a key's concurrency of 1, its messages come one at a time in the order of their sends, a released one first."""
+    await _limit(box, key_concurrency=1)
+    for number in range(4):
+        await _send(box, number, key="k")
+    (first,) = await _claim(box)
+    await first.release()
+    seen = []
+    while messages := await _claim(box):
+        (message,) = messages
+        seen.append(message.body)
+        await message.acknowledge()
+    equal(seen, [0, 1, 2, 3], "the order")
+
+
+@on_mailbox("limits")
+async def a_retry_blocks_its_key_where_it_is_to(h: Harness, box: AnyMailbox) -> None:
+    """With ``Blocks.RETRY`` a message that waits for its next attempt holds up its key; with ``RUNNING`` it does not."""
+    for task, blocks in (("strict", Blocks.RETRY), ("loose", Blocks.RUNNING)):
+        await _limit(box, task, key_concurrency=1, blocks=blocks)
+        await _send(box, 0, 1, task=task, key="k")
+        (first,) = await _claim(box)
+        async with h.ending(h.short):
+            await first.nack(delay=h.short)
+            meanwhile = await _claim(box)
+            equal(_bodies(meanwhile), [] if blocks is Blocks.RETRY else [1], f"meanwhile, {task}")
+            for message in meanwhile:
+                await message.acknowledge()
+        again = await h.one(box, lease=LEASE, wait=h.patience)
+        equal((again.body, again.attempt), (0, 2), f"the next attempt, {task}")
+        await again.acknowledge()
+        for message in await _claim(box):
+            await message.acknowledge()
+    await h.counts(box, settled=4)
+
+
+@on_mailbox("limits")
+async def an_expired_lease_keeps_the_order_of_its_key(h: Harness, box: AnyMailbox) -> None:
+    """With ``Blocks.RETRY`` a message whose worker died is delivered again before later ones of its key."""
+    await _limit(box, key_concurrency=1, blocks=Blocks.RETRY)
+    await _send(box, 0, 1, key="k")
+    async with h.ending(h.short):
+        await h.one(box, lease=h.short)
+    again = await h.one(box, lease=LEASE, wait=h.patience)
+    equal((again.body, again.delivery_count), (0, 2), "the one whose lease ended")
+    await again.acknowledge()
+    equal(_bodies(await _claim(box)), [1], "then the next")
+
+
+@on_mailbox("limits")
+async def a_dead_letter_blocks_its_key_where_it_is_to(h: Harness, box: AnyMailbox) -> None:
+    """With ``Blocks.DEAD`` a dead letter holds up its key until it was replayed and done, or is purged."""
+    await _limit(box, key_concurrency=1, blocks=Blocks.DEAD)
+    await _send(box, 0, 1, 2, key="k")
+    (first,) = await _claim(box)
+    await first.dead_letter("broken")
+    await h.none(box, "the dead letter blocks its key")
+    await h.counts(box, pending=2, dead=1)
+    equal(await box.replay_dead_letters([first.id]), 1, "replayed")
+    (again,) = await _claim(box)
+    equal(again.body, 0, "the replayed one")
+    await again.acknowledge()
+    (second,) = await _claim(box)
+    equal(second.body, 1, "then the next")
+    await second.dead_letter("broken, too")
+    await h.none(box, "the second dead letter blocks its key")
+    equal(await box.purge_dead_letters([second.id]), 1, "purged")
+    equal(_bodies(await _claim(box)), [2], "after the purge")
+
+
+@on_mailbox("limits")
+async def keys_take_turns(h: Harness, box: AnyMailbox) -> None:
+    """A key with much to do does not hold up another: the message of a new key is among the next."""
+    await _send(box, *(f"a{n}" for n in range(50)), key="a")
+    begun = await _claim(box, 5)
+    equal(_bodies(begun), [f"a{n}" for n in range(5)], "while there is one key")
+    await _send(box, *(f"b{n}" for n in range(5)), key="b")
+    await _send(box, "c0", key="c")
+    following = _bodies(await _claim(box, 12))
+    check("c0" in following[:4], f"the only message of c is not among the next: {following}")
+    check({f"b{n}" for n in range(5)} <= set(following), f"b has not its share of the next twelve: {following}")
+    of_a = [int(body[1:]) for body in following if body[0] == "a"]
+    equal(of_a, sorted(of_a), "the order of a")
+
+
+@on_mailbox("limits")
+async def weights_divide_the_turns(h: Harness, box: AnyMailbox) -> None:
+    """A key of weight 3 has three messages claimed for one of a key of weight 1."""
+    await _send(box, *(f"a{n}" for n in range(60)), key="a", weight=3.0)
+    await _send(box, *(f"b{n}" for n in range(60)), key="b")
+    shares = Counter(body[0] for body in _bodies(await _claim(box, 40)))
+    check(28 <= shares["a"] <= 32, f"of forty, a has {shares['a']} and b {shares['b']}")
+
+
+@on_mailbox("limits")
+async def messages_without_a_task_keep_their_order(h: Harness, box: AnyMailbox) -> None:
+    """TaskLimits of tasks change nothing for other messages: they come in the order of their sends."""
+    await _limit(box, concurrency=1)
+    await _send(box, "t1", "t2")
+    await box.send_many(list(range(5)))
+    bodies = _bodies(await _claim(box))
+    equal([body for body in bodies if body != "t1"], list(range(5)), "messages without a task")
+    check("t2" not in bodies, "the limit of the task")
+
+
+@on_mailbox("limits")
+async def a_paused_task_waits(h: Harness, box: AnyMailbox) -> None:
+    """A paused task has nothing claimed, also what was sent before; it goes on in its order when it is resumed."""
+    await _send(box, *range(3))
+    (first,) = await _claim(box, 1)
+    await _send(box, "other", task="u")
+    await box.backend.change_limits([LimitChange("t", paused=True)])
+    await _send(box, 3)
+    equal(_bodies(await _claim(box)), ["other"], "while it is paused")
+    await h.counts(box, pending=3, in_flight=2)
+    await first.acknowledge()
+    async with h.waiting(box, 1) as received:
+        await box.backend.change_limits([LimitChange("t", paused=False)])
+    rest = [message for each in received for message in each]
+    equal(_bodies([*rest, *await _claim(box)]), [1, 2, 3], "when it was resumed")
+
+
+@on_mailbox("limits")
+async def a_paused_mailbox_waits(h: Harness, box: AnyMailbox) -> None:
+    """Of a paused mailbox nothing is claimed, and all goes on when it is resumed; sends and settlements go on."""
+    await box.send_many(["a", "b"])
+    (first,) = await _claim(box, 1)
+    await box.backend.change_limits([LimitChange(ALL_TASKS, paused=True)])
+    await _send(box, "c")
+    await h.none(box, "the mailbox is paused")
+    await first.acknowledge()
+    await h.counts(box, pending=2, settled=1)
+    async with h.waiting(box, 1) as received:
+        await box.backend.change_limits([LimitChange(ALL_TASKS, paused=False)])
+    rest = [message for each in received for message in each]
+    equal(sorted(_bodies([*rest, *await _claim(box)])), ["b", "c"], "when it was resumed")
+
+
+@on_mailbox("limits")
+async def a_mailbox_has_a_concurrency(h: Harness, box: AnyMailbox) -> None:
+    """The concurrency of the whole mailbox limits what is in flight, whatever tasks it is of; a wait ends as there is room."""
+    await box.backend.change_limits([LimitChange(ALL_TASKS, TaskLimits(concurrency=2))])
+    await box.send("a")
+    await _send(box, "b", "c")
+    first = await _claim(box)
+    equal(sorted(_bodies(first)), ["a", "b"], "as many as may be in flight")
+    await h.none(box, "the mailbox has as many in flight as it may")
+    async with h.waiting(box, 1) as received:
+        await first[0].acknowledge()
+    equal(_bodies([message for each in received for message in each]), ["c"], "as there was room")
+
+
+@on_mailbox("limits")
+async def a_narrower_limit_holds_for_what_waits(h: Harness, box: AnyMailbox) -> None:
+    """A limit that is declared or narrowed later holds for messages that were sent before; one taken back does not."""
+    await _send(box, *range(6))
+    await _limit(box, concurrency=3)
+    first = await _claim(box)
+    equal(_bodies(first), [0, 1, 2], "within a limit newer than they are")
+    await box.backend.change_limits([LimitChange("t", concurrency=1)])
+    await first[0].acknowledge()
+    await h.none(box, "two are in flight, and one may be")
+    for message in first[1:]:
+        await message.acknowledge()
+    (fourth,) = await _claim(box)
+    equal(fourth.body, 3, "as it is the only one")
+    await box.backend.change_limits([LimitChange("t", concurrency=0)])
+    equal(_bodies(await _claim(box)), [4, 5], "within what was declared")
+
+
+@on_mailbox("limits", "cancel", "reschedule", "lookup")
+async def a_message_that_waits_at_a_limit_is_like_any_other(h: Harness, box: AnyMailbox) -> None:
+    """It is found as pending, can be cancelled, moved and purged, and dies of its age; its permit is free for others."""
+    await _limit(box, concurrency=1, key_concurrency=1)
+    ids = await _send(box, *range(5), key="k")
+    (old,) = await _send(box, "old", key="k", expires_in=h.short)
+    (found,) = await box.backend.find([ids[1]])
+    equal((found.place, found.message.body is not None, found.key), (MessagePlace.PENDING, True, "k"), "as it is found")
+    equal(await box.cancel(ids[1]), CancelOutcome.REMOVED, "a cancellation of one that waits")
+    equal(await box.backend.reschedule(ids[2], 1_000), RescheduleOutcome.RESCHEDULED, "one that waits is moved")
+    equal(await box.cancel(ids[0]), CancelOutcome.REMOVED, "a cancellation of one that is ready")
+    (third,) = await _claim(box)
+    equal(third.body, 3, "the next, as the first were cancelled and moved")
+    equal(await box.cancel(third.id), CancelOutcome.CANCELLED, "a cancellation of one in flight")
+    (fourth,) = await _claim(box)
+    equal(fourth.body, 4, "the next")
+    await h.pass_time(h.short)
+    await h.due_counts(box, delayed=1, in_flight=1, dead=1, settled=3)
+    equal([letter.message_id for letter in await box.dead_letters()], [old], "dead of its age")
+    await _send(box, "x", "y", key="k")
+    equal(await box.purge(), 4, "purged")
+    await _send(box, "z", key="k")
+    equal(_bodies(await _claim(box)), ["z"], "after the purge")
+
+
+@on_mailbox("limits")
+async def limits_are_listed(h: Harness, box: AnyMailbox) -> None:
+    """What was declared, paused or changed is told with the permits that are out and the messages that wait."""
+    equal(await box.backend.limits(), [], "of a new mailbox")
+    limits = TaskLimits(2, Rate(5, 60, 2), 1, Rate(1, 10), Blocks.RETRY)
+    await box.backend.change_limits([LimitChange("t", limits), LimitChange("u", paused=True)])
+    await _send(box, 0, 1, 2, key="k")
+    await _send(box, 3, task="u")
+    await _claim(box)
+    expected = [LimitState("t", limits, running=1, waiting=2), LimitState("u", TaskLimits(), paused=True, waiting=1)]
+    equal(await box.backend.limits(), expected, "limits")
+    async with h.open() if h.can("cross_process") else nullcontext(box) as other:
+        await other.backend.change_limits([LimitChange("t", concurrency=7), LimitChange("u", paused=False)])
+    (state,) = await box.backend.limits()
+    equal((state.task, state.limits, state.concurrency, state.most), ("t", limits, 7, 7), "after a change elsewhere")
+    await box.backend.change_limits([LimitChange("t", TaskLimits(), concurrency=0)])
+    equal(await box.backend.limits(), [], "when all was taken back")
+
+
+@on_mailbox("limits", "priority")
+async def priorities_hold_within_limits(h: Harness, box: AnyMailbox) -> None:
+    """Of messages that wait at a limiter, one of a higher priority comes first."""
+    await _limit(box, concurrency=1)
+    await _send(box, "first")
+    await _send(box, "low", priority=-1)
+    await _send(box, "high", priority=5)
+    await _send(box, "usual")
+    seen = []
+    while messages := await _claim(box):
+        (message,) = messages
+        seen.append(message.body)
+        await message.acknowledge()
+    equal(seen, ["first", "high", "usual", "low"], "the order")
+
+
+@on_mailbox("limits", "durable")
+async def permits_outlive_the_mailbox_object(h: Harness, box: AnyMailbox) -> None:
+    """TaskLimits, permits and what waits are kept while no process has the mailbox open."""
+    async with h.open("kept") as before:
+        await _limit(before, concurrency=1)
+        await _send(before, "a", "b")
+        (first,) = await _claim(before)
+    async with h.open("kept") as after:
+        await h.none(after, "the permit is out")
+        try:
+            await first.acknowledge()
+        except MailboxClosedError:
+            check((await after.cancel(first.id)) is CancelOutcome.CANCELLED, "it is in flight")
+        equal(_bodies(await _claim(after)), ["b"], "as the permit was free")
