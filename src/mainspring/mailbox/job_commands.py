@@ -1,4 +1,5 @@
-"""What jobs need of a store that batches, as commands for a :class:`Batcher`: messages by their ids, and records."""
+"""What jobs need of a store that batches, as commands for a :class:`Batcher`: messages by their ids and in lists, limits, and
+records."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from typing import TYPE_CHECKING
 from mainspring.mailbox.batched import Command
 
 if TYPE_CHECKING:
-    from mainspring.mailbox.message import Envelope
+    from mainspring.mailbox.limiters import LimitChange
+    from mainspring.mailbox.message import Envelope, MessageQuery
     from mainspring.mailbox.records import RecordWrite
 
 
@@ -25,6 +27,33 @@ class Reschedule(Command):
 
     message_id: str
     delay: float
+
+
+@dataclass(eq=False, repr=False, slots=True)
+class ReplaceBody(Command):
+    """Let a message that waits have another body; results in a :class:`RescheduleOutcome`."""
+
+    message_id: str
+    body: bytes
+
+
+@dataclass(eq=False, repr=False, slots=True)
+class ListMessages(Command):
+    """List a page of the unfinished messages; results in a :class:`MessagePage`."""
+
+    query: MessageQuery
+
+
+@dataclass(eq=False, repr=False, slots=True)
+class ChangeLimits(Command):
+    """Change limits in one step."""
+
+    changes: list[LimitChange]
+
+
+@dataclass(eq=False, repr=False, slots=True)
+class ListLimits(Command):
+    """Results in the :class:`LimitState` of each task that has limits, in the order of their names."""
 
 
 @dataclass(eq=False, repr=False, slots=True)
