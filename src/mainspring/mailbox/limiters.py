@@ -10,9 +10,15 @@ attempt and no poll.
 - A permit ends when the message is settled, or leaves what is ready in another way. With :attr:`Blocks.RETRY` a message that
   is to be tried again keeps the permit of its key, and with :attr:`Blocks.DEAD` a dead letter does, too. A released message
   always keeps the permit of its key, as it has its old place again.
-- A limiter that is paused gives no permit. One with more permits out than it may have takes back those of ready messages: a
-  claim that finds such a message lets it wait at its limiter again. The same holds for a ready message that lacks a
-  permit, as the limits are newer than its send. A message in flight always goes on.
+- A message never holds the permit of its task while it waits for that of its key: limits that change could else let two
+  messages wait for each other. So a limiter of a task that comes to a message without the permit of its key, where that is
+  needed by now, lets it wait at the limiter of the key.
+- A limiter that is paused gives no permit. Where limits became narrower, ready messages may have more permits than are allowed
+  now. So a claim takes a ready message only if fewer are in flight (permits that are out and claimed) than its limits allow.
+  Else it takes its permit back and lets it wait at its limiter. The same holds for a ready message that lacks a permit, as the
+  limits are newer than its send. A message in flight always goes on.
+- A message that keeps the permit of its key for a retry counts as unclaimed again from when it is due. It keeps it when it is
+  rescheduled, and loses it when it is cancelled or has expired.
 
 Fair shares need no permit. The place of a message with a key goes by the places of its key, not by the time of the send: it is
 one step behind the last message of its key, or at the place of the first message in line if that is later. A step is ``1 /

@@ -103,6 +103,10 @@ class TaskLimiters:
             return self.most, self.limits.rate
         return self.limits.key_concurrency, self.limits.key_rate
 
+    def lacks_key(self, entry: QueuedMessage) -> bool:
+        """True if ``entry`` has yet to get the permit of its key, which comes first."""
+        return entry.key is not None and self.limits.limits_keys and not entry.permits & KEY
+
     def key_queue(self, key: str, now: float) -> LimiterQueue:
         """Return the limiter of a key, made where there is none."""
         found = self.keys.get(key)
@@ -113,13 +117,6 @@ class TaskLimiters:
                 self._sweep_at = max(SWEEP_FROM, 2 * len(self.keys))
             found = self.keys[key] = LimiterQueue(self, key)
         return found
-
-    def admits(self, entry: QueuedMessage) -> bool:
-        """True if ``entry``, which is ready, may be claimed: it has its permits, and the task has not too many out."""
-        most = self.most
-        if not entry.permits & TASK or (most is not None and self.own.limiter.used > most) or self.paused:
-            return False
-        return bool(entry.permits & KEY) or entry.key is None or not self.limits.limits_keys
 
 
 class MemoryLimits:
@@ -186,33 +183,43 @@ class MemoryLimits:
 
     def enter(self, task: TaskLimiters, entry: QueuedMessage, now: float) -> None:
         """Let a message that is due get its permits: it becomes ready, or waits at a limiter."""
-        if entry.key is not None and task.limits.limits_keys and not entry.permits & KEY:
-            self._wait(task.key_queue(entry.key, now), entry, now)
+        if task.lacks_key(entry):
+            self._wait(task.key_queue(entry.key or "", now), entry, now)
         elif not entry.permits & TASK:
             self._wait(task.own, entry, now)
         else:
             self._make_ready(entry)
 
-    def put_back(self, task: TaskLimiters, entry: QueuedMessage, now: float) -> None:
-        """Let a message that was ready, and may not be claimed, wait at its limiter."""
-        if entry.permits & TASK:
-            entry.permits &= ~TASK
-            task.own.limiter.end(was_claimed=False)
+    def admit(self, task: TaskLimiters, entry: QueuedMessage, now: float) -> bool:
+        """True if ``entry``, which is ready, is claimed. Else it waits at its limiter.
+
+        It may lack a permit, as the limits are newer than it, or as many may be in flight as the limits now allow.
+        """
+        key_queue = task.keys.get(entry.key or "") if entry.permits & KEY else None
+        if task.lacks_key(entry) or (key_queue is not None and not self._is_open(task, key_queue)):
+            self.left(entry, now, was_claimed=False)
+        elif not (entry.permits & TASK and self._is_open(task, task.own)):
+            self.left(entry, now, was_claimed=False, keeps=KEY)
+        else:
+            for queue in self._held(task, entry, entry.permits):
+                queue.limiter.claimed(task.bounds(queue)[1], now)
+            return True
         self.enter(task, entry, now)
+        return False
+
+    def _is_open(self, task: TaskLimiters, queue: LimiterQueue) -> bool:
+        """True if fewer are in flight than the limit allows."""
+        most = task.bounds(queue)[0]
+        return most is None or queue.limiter.used - queue.limiter.unclaimed < most
 
     def claimed(self, entries: list[QueuedMessage], now: float) -> None:
-        """Note that messages were claimed. Claims of a rate may open it for the next one."""
-        touched: dict[LimiterQueue, None] = {}
+        """Let in those behind messages that were claimed: where there is a rate, it may be open for the next one."""
         for entry in entries:
-            if entry.task is None or not entry.permits or (task := self.tasks.get(entry.task)) is None:
-                continue
-            for queue in self._held(task, entry, entry.permits):
-                rate = task.bounds(queue)[1]
-                queue.limiter.claimed(rate, now)
-                if rate is not None:
-                    touched[queue] = None
-        for queue in touched:
-            self.let_in(queue, now)
+            task = None if entry.task is None or not entry.permits else self.tasks.get(entry.task)
+            if task is not None:
+                for queue in self._held(task, entry, entry.permits):
+                    if task.bounds(queue)[1] is not None:
+                        self.let_in(queue, now)
 
     def left(self, entry: QueuedMessage, now: float, *, was_claimed: bool, keeps: int = 0) -> None:
         """End the permits of a message, but for that of ``keeps``, and let those behind it have them."""
@@ -275,6 +282,12 @@ class MemoryLimits:
         most, rate = task.bounds(queue)
         limiter = queue.limiter
         while (entry := queue.first()) is not None:
+            if queue is task.own and task.lacks_key(
+                entry
+            ):  # it may not hold the one permit while it waits for the other
+                self.waiting -= 1
+                self.enter(task, queue.take(), now)
+                continue
             opens_at = limiter.opens_at(most, rate, now)
             if opens_at > now:
                 if opens_at != math.inf and not queue.timer:

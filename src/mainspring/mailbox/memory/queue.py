@@ -494,7 +494,7 @@ class MemoryQueue:
                 if len(taken) == most:
                     break
             self.pending -= len(taken) - before
-            if not is_limited or not self._put_back(taken, now):
+            if not is_limited or not self._put_back(taken, before, now):
                 break
         until = now + visibility_timeout
         serial = self._serial
@@ -520,19 +520,16 @@ class MemoryQueue:
             self.limits.claimed(taken, now)
         return taken
 
-    def _put_back(self, taken: list[QueuedMessage], now: float) -> bool:
-        """Let those of ``taken`` wait at their limiters that may not be claimed. True if others may be taken instead."""
+    def _put_back(self, taken: list[QueuedMessage], start: int, now: float) -> bool:
+        """Let those from ``start`` on wait at their limiters that may not be claimed. True if others may be taken instead."""
         admitted = []
-        for entry in taken:
+        for entry in taken[start:]:
             limited = None if entry.task is None else self.limits.tasks.get(entry.task)
-            if limited is None or limited.admits(entry):
+            if limited is None or self.limits.admit(limited, entry, now):
                 admitted.append(entry)
-            else:
-                self.limits.put_back(limited, entry, now)
-        if len(admitted) == len(taken):
-            return False
-        taken[:] = admitted
-        return bool(self.pending)
+        is_short = len(admitted) < len(taken) - start
+        taken[start:] = admitted
+        return is_short and bool(self.pending)
 
     def leased(self, delivery: ClaimedMessage, now: float) -> QueuedMessage:
         """Return the entry of a delivery whose lease is held. Raise :class:`ReceiptHandleExpiredError` for any other."""
@@ -582,7 +579,7 @@ class MemoryQueue:
         self._dead_letter(entry, why, self.wall())
 
     def _end_permits(self, entry: QueuedMessage, now: float, *, keeps: int = 0) -> None:
-        """End the permits of an entry that was in flight."""
+        """End the permits of an entry whose delivery has ended, or that kept the one of its key since its last delivery."""
         if entry.task is not None and entry.permits:
             self.limits.left(entry, now, was_claimed=True, keeps=keeps)
 
@@ -607,6 +604,7 @@ class MemoryQueue:
 
     def _expire(self, entry: QueuedMessage, now: float) -> None:
         entry.attempt -= 1  # it counted the attempt to come, which will not be made
+        self._end_permits(entry, now, keeps=self.limits.keeps(entry, Blocks.DEAD))
         self._dead_letter(entry, EXPIRED, self.wall() - (now - entry.expires_at))
 
     def _free_key(self, entry: QueuedMessage) -> None:
@@ -671,6 +669,7 @@ class MemoryQueue:
             self._end_permits(entry, now)
         else:
             self._take_out(entry, now)
+            self._end_permits(entry, now)
         self._free_key(entry)
         self.settled += 1
         return Cancelled(outcome, entry.reply_to, entry.headers)
@@ -699,9 +698,8 @@ class MemoryQueue:
         if entry.place == IN_FLIGHT:
             return RescheduleOutcome.IN_FLIGHT
         if delay or entry.place == DELAYED:
-            moved = entry.moved()
             self._take_out(entry, now)
-            self._place(moved, now, delay)
+            self._place(entry.moved(), now, delay)
         return RescheduleOutcome.RESCHEDULED
 
     def replace_body(self, message_id: str, body: Any, now: float) -> RescheduleOutcome:
@@ -748,8 +746,6 @@ class MemoryQueue:
         else:
             self.delayed -= 1
             entry.place = GONE
-            if entry.task is not None and entry.permits:  # of its key, as it was to be tried again
-                self.limits.left(entry, now, was_claimed=True)
 
     def _leave(self, entry: QueuedMessage, now: float) -> None:
         """Take a pending message out of the line, or from its limiter."""

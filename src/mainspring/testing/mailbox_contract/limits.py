@@ -314,6 +314,57 @@ async def a_narrower_limit_holds_for_what_waits(h: Harness, box: AnyMailbox) -> 
     equal(_bodies(await _claim(box)), [4, 5], "within what was declared")
 
 
+@on_mailbox("limits")
+async def a_narrower_limit_of_keys_holds_for_what_waits(h: Harness, box: AnyMailbox) -> None:
+    """A limit of keys holds for messages that are ready already, and the first of a key comes first."""
+    await _limit(box, key_concurrency=3)
+    await _send(box, *range(3), key="k")
+    await _limit(box, key_concurrency=1)
+    for number in range(3):
+        (message,) = await _claim(box)
+        equal(message.body, number, "the first of its key")
+        await message.acknowledge()
+    await h.counts(box, settled=3)
+
+
+@on_mailbox("limits")
+async def permits_are_got_in_one_order(h: Harness, box: AnyMailbox) -> None:
+    """Messages of one key do not wait for each other for ever, however the limits change while they wait."""
+    await _limit(box, key_concurrency=1)
+    await _send(box, *range(3), key="k")
+    await _limit(box)
+    async with h.ending(h.short):
+        await _claim(box, 1, h.short)
+        await box.backend.change_limits([LimitChange("t", paused=True)])
+    await h.due_counts(box, pending=3)
+    await box.backend.change_limits([LimitChange("t", TaskLimits(rate=Rate(1_000), key_concurrency=1))])
+    await _send(box, 3, key="k")
+    await box.backend.change_limits([LimitChange("t", paused=False)])
+    seen = []
+    for _ in range(4):
+        message = await h.one(box, lease=LEASE, wait=h.wait)
+        seen.append(message.body)
+        await message.acknowledge()
+    equal(sorted(seen), [0, 1, 2, 3], "all of them")
+
+
+@on_mailbox("limits", "cancel", "reschedule", "lookup")
+async def a_retry_that_is_moved_keeps_its_key(h: Harness, box: AnyMailbox) -> None:
+    """A message that waits for its next attempt and blocks its key does so when it is moved, until it is cancelled."""
+    await _limit(box, key_concurrency=1, blocks=Blocks.RETRY)
+    await _send(box, 0, 1, key="k")
+    (first,) = await _claim(box)
+    await first.nack(delay=1_000)
+    await box.backend.reschedule(first.id, 2_000)
+    await h.none(box, "the retry blocks its key")
+    await box.backend.reschedule(first.id, 0)
+    (again,) = await _claim(box)
+    equal(again.body, 0, "the one that was moved to now")
+    await again.nack(delay=1_000)
+    await box.cancel(first.id)
+    equal(_bodies(await _claim(box)), [1], "after the cancellation")
+
+
 @on_mailbox("limits", "cancel", "reschedule", "lookup")
 async def a_message_that_waits_at_a_limit_is_like_any_other(h: Harness, box: AnyMailbox) -> None:
     """It is found as pending, can be cancelled, moved and purged, and dies of its age; its permit is free for others."""
