@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from mainspring.errors import RequestCancelledError as RequestCancelledError
     from mainspring.errors import RequestFailedError as RequestFailedError
     from mainspring.errors import RequestTimeoutError as RequestTimeoutError
+    from mainspring.errors import ResultTooLargeError as ResultTooLargeError
     from mainspring.errors import Retry as Retry
     from mainspring.errors import ScheduleNotFoundError as ScheduleNotFoundError
     from mainspring.errors import SerializationError as SerializationError
@@ -146,7 +147,8 @@ _HOMES = {
         "MailboxError", "MailboxFullError", "MainspringError", "MessageSettledError", "OffloadClosedError",
         "OffloadError", "OffloadFullError",
         "OffloadPickleError", "OffloadTimeoutError", "OffloadWorkerDiedError", "ReceiptHandleExpiredError", "Reject",
-        "ReplyError", "ReplyNotAvailableError", "RequestCancelledError", "RequestFailedError", "RequestTimeoutError", "Retry",
+        "ReplyError", "ReplyNotAvailableError", "RequestCancelledError", "RequestFailedError", "RequestTimeoutError",
+        "ResultTooLargeError", "Retry",
         "ScheduleNotFoundError", "SerializationError", "TaskExitError", "TicketAbandonedError", "TicketAlreadyCompletedError",
         "TicketTimeoutError", "TransactionEndedError",
         "BudgetExceededError", "DeadlineExceededError", "JournalDamagedError", "JournalError", "JournalLockedError",

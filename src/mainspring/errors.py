@@ -70,6 +70,12 @@ class SerializationError(MailboxError, ValueError):
     message names the type and the field. Or a body, a reply or a checkpoint is larger than the store takes."""
 
 
+class ResultTooLargeError(SerializationError):
+    """What a handler returned is larger than a store keeps of a result. Its message is dead at once: it would be so again."""
+
+    fault = "handler"
+
+
 class UnknownTaskError(SerializationError):
     """A message calls a task that this worker does not have. It is tried again, as another worker may have it."""
 
@@ -321,8 +327,9 @@ class ControlRefusedError(MainspringError):
 class Retry(Exception):  # noqa: N818 - it is an instruction, not an error
     """Raised by a handler: nack the message, to try it again later.
 
-    ``delay`` is in seconds, or a timedelta (0 to 366 days); ``None`` lets the retry policy choose. With ``charge=False`` the
-    attempt is not counted against ``DeadLetterPolicy.max_attempts`` (for "the other side is not ready", not for "I failed").
+    ``delay`` is in seconds, or a timedelta (0 to 366 days); ``None`` lets the retry policy choose, by the number of deliveries
+    that were charged, or of those that were not. With ``charge=False`` the attempt is not counted against
+    ``DeadLetterPolicy.max_attempts`` (for "the other side is not ready", not for "I failed").
 
     The message goes to the tail of the queue after the delay. Without a charge and a delay, and once the loop has been told to
     stop (``ctx.shutting_down``), it goes to the front instead. The next worker then goes on with it.

@@ -97,11 +97,11 @@ class DeadLetterPolicy:
 
     ``max_crashes`` bounds, among these attempts, the deliveries that ended with their worker: the lease ran out, as of a
     process that was killed or lost the store. A message that has used them up is not handled again: it may be what kills.
-    ``include``: exception types (subclasses count) that dead-letter at once. ``exclude``: types that are retried for
-    ever. Where an error matches both, ``include`` wins: it is the narrower promise to an operator. Neither touches a fault of
+    ``include``: exception types (subclasses count) that dead-letter at once. ``exclude``: types that are retried for ever.
+    Where an error matches both, ``include`` wins: it is the narrower promise to an operator. Neither touches a fault of
     configuration: a :class:`ConfigError`, :class:`InvalidParameterError` or :class:`ReplyNotAvailableError` out of what the
-    handler calls, or of its reply, is dead at once. A body that does not fit the handler's type is no error of the handler's:
-    it is tried ``max_attempts`` times, as another worker may understand it.
+    handler calls, or of its reply, is dead at once; so is a :class:`ResultTooLargeError`. A body that does not fit the
+    handler's type is no error of the handler's: it is tried ``max_attempts`` times, as another worker may understand it.
     ``keep``: how long a loop keeps the dead letters of its mailbox: seconds, a timedelta, or a text like ``"30d"``. It purges
     the older ones about once an hour. None: for ever.
     """

@@ -394,7 +394,7 @@ class ForgetsWhoAsked(WrappedBackend):
 
     async def send(self, envelopes: list[Envelope]) -> list[str]:
         return await self.inner.send(
-            [replace(e, reply_to=None) if "reply_errors" in e.headers else e for e in envelopes]
+            [replace(e, reply_to=None) if "mainspring-reply-errors" in e.headers else e for e in envelopes]
         )
 
 

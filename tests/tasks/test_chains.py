@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import partial
 
 import anyio
@@ -12,7 +13,7 @@ import pytest
 from anyio.from_thread import start_blocking_portal
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from task_support import group_of
+from task_support import group_of, until_done
 
 from mainspring import (
     Context,
@@ -112,6 +113,33 @@ async def test_parallel_parts_give_their_results_in_order(store):
         assert (await mailbox.counts()).settled == 30 + 1 + 12
         assert await mailbox.backend.list_records("chain part", 10, None) == []
         assert await mailbox.backend.list_records("chain calls", 10, None) == []
+
+
+@EVERYWHERE
+async def test_no_parallel_parts_give_an_empty_list(store):
+    tasks = Tasks(store.url())
+
+    @tasks.task
+    async def count(numbers: list[int]) -> int:
+        return len(numbers)
+
+    @tasks.task
+    async def nothing(number: int) -> list[int]:
+        return []
+
+    empty = parallel([])
+    async with group_of(tasks):
+        for whole, result in (
+            (parallel([], then=count.s()), 0),
+            (nothing.map([]), []),
+            (chain(nothing.s(1), empty, count.s()), 0),
+            (chain(empty, empty, nothing.map([1], then=empty)), []),
+        ):
+            job = await whole.send()
+            assert await job.result(timeout=20) == result
+            assert (await job.status()).state is JobState.DONE
+        await until_done(tasks.mailbox)
+        assert await tasks.mailbox.backend.list_records("chain calls", 10, None) == []
 
 
 # ------------------------------------------------------------------------------------------------------------- in memory
@@ -284,7 +312,9 @@ def test_a_recorded_part_whose_result_is_kept_too_is_done_when_it_comes_again():
             await backend.write_record(
                 RecordWrite("chain calls", f"{job.id}/0/0000000", b"[]")
             )  # the worker died before
-            await tasks.mailbox.send(work.s(1), headers={"mainspring-chain": f"{job.id}/0/0", "result_ttl": "60"})
+            await tasks.mailbox.send(
+                work.s(1), headers={"mainspring-chain": f"{job.id}/0/0", "mainspring-result-ttl": "60"}
+            )
             await anyio.sleep(1)
             assert await tasks.mailbox.counts() == Counts(settled=3)
             assert await backend.list_records("chain calls", 10, None) == []
@@ -632,19 +662,22 @@ async def test_what_cannot_be_a_chain_is_refused_before_anything_is_sent(anyio_b
     @tasks.task(unique=True)
     async def unique(number: int) -> None: ...
 
+    @tasks.task(debounce=1)
+    async def late(number: int) -> None: ...
+
     @others.task
     async def other() -> None: ...
 
     with pytest.raises(ConfigError, match="at least one call"):
         chain()
-    with pytest.raises(ConfigError, match="at least one call"):
-        parallel([])
     with pytest.raises(ConfigError, match="several Tasks"):
         chain(work.s(1, "a"), other.s())
-    with pytest.raises(ConfigError, match="takes no unique"):
+    with pytest.raises(ConfigError, match=r"always sent; write unique\.options\(unique=False\)"):
         chain(unique.s(1))
-    with pytest.raises(ConfigError, match="takes no unique"):
-        chain(one.options(delay=5).s(1))
+    with pytest.raises(ConfigError, match="takes no debounce or at"):
+        chain(late.s(1))
+    with pytest.raises(ConfigError, match="takes no debounce or at"):
+        chain(one.options(at=datetime.now(UTC)).s(1))
     with pytest.raises(ConfigError, match="takes no connection= or dedup_key="):
         chain(one.options(dedup_key="a").s(1))
     with pytest.raises(InvalidParameterError, match="missing a required argument"):
@@ -672,15 +705,19 @@ async def test_what_cannot_be_a_chain_is_refused_before_anything_is_sent(anyio_b
             await chain(work.s(1, "x" * 300_000)).send()
         with pytest.raises(InvalidParameterError, match="result_ttl"):
             await chain(one.s(1)).send(result_ttl=-1)
+        with pytest.raises(InvalidParameterError, match="delay must be 0 to"):
+            await chain(one.options(delay=-1).s(1)).send()
+        with pytest.raises(ConfigError, match=r"no calls, so no Tasks to send to; write task\.map"):
+            await chain(parallel([])).send()
         with pytest.raises(JobNotFoundError, match="no-such"):
             await tasks.chain_job("no-such").result()
         assert (await tasks.mailbox.counts()).waiting == 0
         assert await tasks.mailbox.backend.list_records("chain", 10, None) == []
 
 
-def test_a_result_that_is_too_large_is_a_failed_attempt():
+def test_a_result_that_is_too_large_is_the_end():
     async def main():
-        tasks = Tasks(InMemoryMailbox(), dead_letter=DeadLetterPolicy(max_attempts=1))
+        tasks = Tasks(InMemoryMailbox())
 
         @tasks.task
         async def one(number: int) -> str:
@@ -688,7 +725,25 @@ def test_a_result_that_is_too_large_is_a_failed_attempt():
 
         async with group_of(tasks):
             for whole in (chain(one.s(300_000)), one.map([200_000, 200_000])):
-                with pytest.raises(RequestFailedError, match="262,144"):
-                    await (await whole.send()).result()
+                with pytest.raises(RequestFailedError, match=r"ResultTooLargeError: .*262,144"):
+                    await (await whole.send()).result(timeout=2)
+
+    run_virtual(main)
+
+
+def test_a_delay_counts_from_the_end_of_the_call_before():
+    async def main():
+        tasks = Tasks(InMemoryMailbox())
+
+        @tasks.task(unique=True)
+        async def now(before: float) -> float:
+            await anyio.sleep(1)
+            return anyio.current_time()
+
+        async with group_of(tasks):
+            begin = anyio.current_time()
+            step = now.options(unique=False, delay=60)
+            job = await chain(step.s(0), step.s(), parallel([step.s(), now.options(unique=False).s()])).send()
+            assert [round(at - begin) for at in await job.result()] == [183, 123]
 
     run_virtual(main)

@@ -368,6 +368,11 @@ def test_impossible_values_are_refused():
         task.options(delay=5)
     with pytest.raises(ConfigError, match="takes no connection"):
         task.options(dedup_key="x")
+    with pytest.raises(ConfigError, match="waits up to 10 s, and would expire after 10 s"):
+        tasks.task(debounce=1, expires_in=10, name="expiring")(work)
+    with pytest.raises(ConfigError, match="would expire after 5 s"):
+        task.options(expires_in=5)
+    assert task.options(expires_in=11).sending.expires_in == 11
 
 
 async def test_a_key_that_cannot_be_is_refused_and_nothing_is_sent(anyio_backend):
@@ -383,6 +388,8 @@ async def test_a_key_that_cannot_be_is_refused_and_nothing_is_sent(anyio_backend
         for document in ("", "x" * 513):
             with pytest.raises(InvalidParameterError, match="a key must be a text of 1 to 512 characters"):
                 await index.send(document)
+        with pytest.raises(InvalidParameterError, match="without NUL characters"):
+            await index.send("a\0b")
         with pytest.raises(ValueError, match="262,144"):
             await large.send("x" * 300_000)
         with pytest.raises(ConfigError, match="takes no unique, debounce"):

@@ -82,10 +82,12 @@ def test_a_charged_retry_runs_out_of_attempts():
     assert decide(Retry(delay=7), attempt=20).outcome is Outcome.DEAD_LETTERED
 
 
-def test_an_uncharged_retry_never_does_and_backs_off_by_deliveries():
-    decision = decide(Retry(charge=False), attempt=20, deliveries=4)
-    assert decision.settlement == Nack(15.625, False)
+def test_an_uncharged_retry_never_does_and_backs_off_by_the_deliveries_that_were_not_charged():
+    decision = decide(Retry(charge=False), attempt=20, deliveries=20)
+    assert decision.settlement == Nack(1.0, False)
     assert decision.outcome is Outcome.POSTPONED
+    assert decide(Retry(charge=False), attempt=20, deliveries=23).settlement == Nack(15.625, False)
+    assert decide(KeyError(), attempt=3, deliveries=5, exclude=(KeyError,)).settlement == Nack(6.25, False)
 
 
 def test_retry_is_an_instruction_and_no_kind_of_error():
@@ -127,11 +129,12 @@ def test_included_errors_die_at_once():
 
 
 @given(st.integers(1, 1_000), st.integers(1, 10))
-def test_excluded_errors_are_retried_for_ever_uncharged(deliveries, attempts):
+def test_excluded_errors_are_retried_for_ever_uncharged(uncharged, attempts):
+    deliveries = uncharged + attempts - 1
     decision = decide(ConnectionError(), attempt=attempts, deliveries=deliveries, max_attempts=1, exclude=(OSError,))
     assert decision.outcome is Outcome.RETRIED
     assert decision.settlement.charge is False
-    assert decision.settlement.delay == PLAIN.delay(deliveries, Random(0))
+    assert decision.settlement.delay == PLAIN.delay(uncharged, Random(0))
 
 
 def test_included_wins_over_excluded():

@@ -28,10 +28,11 @@ from mainspring.errors import (
     RequestCancelledError,
     RequestFailedError,
     RequestTimeoutError,
+    ResultTooLargeError,
     text_and_type,
 )
 from mainspring.mailbox.history import ERROR_SIZE, read_history
-from mainspring.mailbox.message import EXPIRED, MessagePlace, RescheduleOutcome, Result
+from mainspring.mailbox.message import EXPIRED, MessagePlace, RescheduleOutcome, Result, header_of
 from mainspring.mailbox.records import PROGRESS, RESULT, RESULT_TTL, RecordWrite, check_size
 
 if TYPE_CHECKING:
@@ -116,8 +117,8 @@ class JobOutcome(NamedTuple):
 def kept_for(headers: Mapping[str, str]) -> float | None:
     """Return for how many seconds the end of a message with these headers is to be kept, or None if it is not."""
     try:
-        seconds = float(headers[RESULT_TTL])
-    except (KeyError, ValueError):
+        seconds = float(header_of(headers, RESULT_TTL) or "")
+    except ValueError:
         return None
     return seconds if 0 < seconds < float("inf") else None
 
@@ -125,14 +126,14 @@ def kept_for(headers: Mapping[str, str]) -> float | None:
 def result_of(delivery: ClaimedMessage, task: str, raw: bytes) -> Result | None:
     """Return what is to be kept of a delivery that is done. ``raw`` is the JSON of what its handler returned.
 
-    :raises SerializationError: that is larger than a record may be.
+    :raises ResultTooLargeError: that is larger than a record may be.
     """
     seconds = kept_for(delivery.headers)
     if seconds is None:
         return None
     head = _written(_ended(delivery, task, JobState.DONE))
     value = head[:-1] + b',"result":' + raw + b"}"
-    check_size("the result", value)
+    check_size("the result", value, ResultTooLargeError)
     return Result(value, seconds)
 
 

@@ -55,8 +55,8 @@ from mainspring.mailbox.message import (
     MessageIds,
     Settlement,
     acknowledge_together,
+    header_of,
 )
-from mainspring.mailbox.records import RESULT_TTL
 from mainspring.mailbox.requests import REPLY_ERRORS, WITHDRAWAL_TIMEOUT, PendingReply, cancelled_error
 from mainspring.mailbox.sync import SyncMailbox
 from mainspring.runtime.deadline import inherited, with_deadline
@@ -582,12 +582,11 @@ class Mailbox(Generic[T, R]):
             )
         if outcome is CancelOutcome.UNKNOWN:
             return outcome
-        if RESULT_TTL in headers:
-            from mainspring.mailbox import jobs
+        from mainspring.mailbox import jobs
 
-            await jobs.keep_cancelled(self.backend, message_id, headers)
+        await jobs.keep_cancelled(self.backend, message_id, headers)
         waited_for = any(router.end_request(message_id, cancelled_error(message_id)) for router in self.reply_routers)
-        if not waited_for and reply_to is not None and REPLY_ERRORS in headers:
+        if not waited_for and reply_to is not None and header_of(headers, REPLY_ERRORS) is not None:
             with anyio.move_on_after(WITHDRAWAL_TIMEOUT, shield=True):
                 await replies.tell_cancelled(self, message_id, reply_to)
         return outcome

@@ -85,6 +85,12 @@ class ClaimedMessage:
         return max(0.0, self.first_received_at - self.enqueued_at)
 
 
+def header_of(headers: Mapping[str, str], name: str) -> str | None:
+    """Return a header of Mainspring's own, or None. Without the prefix is how earlier revisions named it, for one release."""
+    value = headers.get(name)
+    return headers.get(name.removeprefix("mainspring-").replace("-", "_")) if value is None else value
+
+
 Delivery = ClaimedMessage
 """Its name of earlier revisions, for one release."""
 

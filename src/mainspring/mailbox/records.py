@@ -21,7 +21,7 @@ SCHEDULE: Final = "schedule"
 """The kind of the record of a schedule; its key is the schedule's name."""
 SCHEDULES: Final = "schedules"
 """The kind of the records about all schedules: what was changed of late, and which declarations are in use."""
-RESULT_TTL: Final = "result_ttl"
+RESULT_TTL: Final = "mainspring-result-ttl"
 """The header of a message that asks for its end to be kept as a record, and says for how many seconds."""
 
 
@@ -51,9 +51,9 @@ class RecordWrite:
     if_version: int | None = None
 
 
-def check_size(what: str, value: bytes) -> None:
-    """Raise :class:`SerializationError` if ``value`` is larger than a record may be."""
+def check_size(what: str, value: bytes, kind: type[SerializationError] = SerializationError) -> None:
+    """Raise :class:`SerializationError`, or the given kind of it, if ``value`` is larger than a record may be."""
     if len(value) > MAX_RECORD:
-        raise SerializationError(
+        raise kind(
             f"{what} is {len(value):,} bytes of JSON, and at most {MAX_RECORD:,} are kept; keep it elsewhere, and say where"
         )

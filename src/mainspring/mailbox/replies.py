@@ -26,7 +26,7 @@ from mainspring.errors import (
 from mainspring.mailbox.backend import TRANSIENT
 from mainspring.mailbox.codec import Unserialized
 from mainspring.mailbox.limits import is_name
-from mainspring.mailbox.message import Ack, Dead, Envelope, history_with
+from mainspring.mailbox.message import Ack, Dead, Envelope, header_of, history_with
 from mainspring.mailbox.open import open_mailbox
 from mainspring.mailbox.requests import CANCELLED, REPLY_ERRORS, Requester
 from mainspring.mailbox.sync import HostLoop
@@ -63,7 +63,7 @@ def completed(mailbox: Mailbox[Any, Any], delivery: ClaimedMessage, dead: Dead) 
     history, reply = dead.history, dead.reply
     if history is None:
         history = history_with(mailbox, delivery, dead.error, dead.error_type)
-    if reply is None and delivery.reply_to is not None and REPLY_ERRORS in delivery.headers:
+    if reply is None and delivery.reply_to is not None and header_of(delivery.headers, REPLY_ERRORS) is not None:
         reply = _error_reply(mailbox, delivery.message_id, delivery.reply_to, dead.error, dead.error_type)
     return replace(dead, history=history, reply=reply)
 

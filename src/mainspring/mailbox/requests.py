@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 
-REPLY_ERRORS = "reply_errors"
+REPLY_ERRORS = "mainspring-reply-errors"
 """The header by which a sender says that where there will be no result, ``reply_to`` gets an error reply; any value does.
 
 An error reply has no body (JSON null) and, beside ``request_id``, the headers ``error`` and ``error_type``.

@@ -20,6 +20,7 @@ from mainspring.errors import (
     RequestCancelledError,
     RequestFailedError,
     RequestTimeoutError,
+    ResultTooLargeError,
 )
 from mainspring.mailbox.jobs import LOOK_EVERY, EndListener, JobState
 from mainspring.mailbox.limits import check_seconds
@@ -71,7 +72,10 @@ async def begin(tasks: Tasks, stages: Sequence[Stage], result_ttl: float) -> Cha
         for task, calls in _by_task(outgoing).items():
             await middleware.enter_async_context(task.entered(calls))
         writes, pages = pages_of(chain_id, outgoing)
-        state, envelopes = await _sending(ChainState.first(chain_id, stages, pages, result_ttl), _GivenPages(writes))
+        envelopes: list[Envelope] = []
+        state = ChainState.first(chain_id, stages, pages, result_ttl)
+        if state.state != DONE:
+            state, envelopes = await _sending(state, _GivenPages(writes))
         for write in writes:
             await mailbox.backend.write_record(write)
         await mailbox.backend.write_record(state.write(), envelopes)
@@ -124,6 +128,7 @@ async def _sending(state: ChainState, pages: _GivenPages | _StoredPages) -> tupl
         place = Place(state.chain_id, state.stage, part)
         envelope = Envelope(place.message_id, call.body(state.result), priority=call.priority)
         envelope.headers, envelope.expires_in = {**call.headers, HEADER: str(place)}, call.expires_in
+        envelope.delay = call.delay
         envelopes.append(envelope)
     return after, envelopes
 
@@ -156,7 +161,7 @@ def chain_step(
             except ReplyError as error:  # acknowledged, the part would leave its chain waiting for ever
                 raise Reject(str(error)) from error
             raw = task.encode_result(result)
-            check_size("the result of a part of a chain", raw)
+            check_size("the result of a part of a chain", raw, ResultTooLargeError)
         keep = RecordWrite(PART, key, raw, CHAIN_LIFE)
         if state.is_many and not kept:
             await backend.write_record(keep)

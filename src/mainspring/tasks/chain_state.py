@@ -18,6 +18,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Self
 
 from mainspring.core import random
+from mainspring.errors import ResultTooLargeError
+from mainspring.mailbox.limits import check_send
 from mainspring.mailbox.records import MAX_RECORD, RecordWrite, check_size
 from mainspring.runtime.deadline import with_deadline
 from mainspring.tasks.calls import head
@@ -68,16 +70,23 @@ class StoredCall:
     priority: int
     headers: dict[str, str]
     expires_in: float | None
+    delay: float = 0.0
 
     @classmethod
     def of(cls, call: OutgoingCall) -> StoredCall:
-        """Return the call as it is stored. Raise :class:`SerializationError` if an argument is not of its type."""
+        """Return the call as it is stored.
+
+        :raises SerializationError: an argument is not of its type.
+        :raises InvalidParameterError: an option is outside the limits of :meth:`Mailbox.send`.
+        """
         task = call.task
         given, into = task.parameters.encode_given(call.arguments)
         how = task.sending
         headers = with_deadline(call.headers, how.deadline) or {}
         expiry = None if how.expires_in is None else float(as_seconds(how.expires_in))
-        return cls(task.name, given.decode(), into, how.priority, dict(headers), expiry)
+        delay = as_seconds(how.delay)
+        check_send(delay, None, how.priority, headers, expiry)
+        return cls(task.name, given.decode(), into, how.priority, dict(headers), expiry, float(delay))
 
     def body(self, result: bytes) -> bytes:
         """Return the JSON of the message, with the ``result`` (JSON) of the stage before."""
@@ -174,12 +183,16 @@ class ChainState:
 
     @classmethod
     def first(cls, chain_id: str, given: Sequence[Stage], pages: Sequence[int], result_ttl: float) -> ChainState:
-        """Return the state of a chain of which nothing is sent. ``pages`` is what :func:`pages_of` returns."""
+        """Return the state of a chain of which nothing is sent. ``pages`` is what :func:`pages_of` returns.
+
+        It is done if it has no parts at all.
+        """
         stages = tuple(
             (len(stage.calls), stage.is_many, stage.concurrency, page) for stage, page in zip(given, pages, strict=True)
         )
         last = given[-1]
-        return cls(chain_id, 0, stages, result_ttl, task="" if last.is_many else last.calls[0].task.name)
+        task = "" if last.is_many else last.calls[0].task.name
+        return cls(chain_id, 0, stages, result_ttl, task=task).past_empty()
 
     @classmethod
     def read(cls, chain_id: str, version: int, value: bytes) -> ChainState:
@@ -197,7 +210,7 @@ class ChainState:
             "done": f"{self.done:x}", "state": self.state, "task": self.task,
         }  # fmt: skip
         value = json.dumps(said, separators=(",", ":")).encode()[:-1] + b',"result":' + self.result + b"}"
-        check_size("what a stage of a chain has returned", value)
+        check_size("what a stage of a chain has returned", value, ResultTooLargeError)
         life = CHAIN_LIFE if self.state == RUNNING else max(self.result_ttl, 1.0)
         return RecordWrite(CHAIN, self.chain_id, value, life, self.version)
 
@@ -255,7 +268,11 @@ class ChainState:
         """Return the state after the present stage, which returned ``result`` (JSON)."""
         if self.stage + 1 == len(self.stages):
             return replace(self, state=DONE, result=result)
-        return replace(self, stage=self.stage + 1, sent=0, done=0, result=result)
+        return replace(self, stage=self.stage + 1, sent=0, done=0, result=result).past_empty()
+
+    def past_empty(self) -> ChainState:
+        """Return the state after the present stage if that has no parts: their results are an empty list."""
+        return self if self.parts else self.next_stage(b"[]")
 
 
 def new_chain_id() -> str:

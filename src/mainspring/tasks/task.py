@@ -18,9 +18,9 @@ from mainspring.mailbox.records import RESULT_TTL
 from mainspring.mailbox.sync import ThreadConnection
 from mainspring.runtime.deadline import inherited
 from mainspring.tasks.calls import OutgoingCall, Parameters, TaskCall, head
-from mainspring.tasks.chains import Chain, parallel
+from mainspring.tasks.chains import Chain, together
 from mainspring.tasks.job import Job
-from mainspring.tasks.unique import DEBOUNCE, check_unique, key_of, send_debounced, send_once
+from mainspring.tasks.unique import DEBOUNCE_KEY, check_unique, key_of, send_debounced, send_once
 from mainspring.validation import MAX_DELAY, as_seconds
 from mainspring.worker.middleware import overriding
 
@@ -242,16 +242,20 @@ class Task(Generic[P, R]):
 
     def map(self, items: Iterable[Any], *, then: TaskCall | Chain | None = None, concurrency: int = 100) -> Chain:
         """Return a call for each of ``items``, its first argument, to be made in parallel; see :func:`parallel`."""
-        return parallel((self.s(item) for item in items), then=then, concurrency=concurrency)
+        return together((self.s(item) for item in items), then, concurrency, self.tasks)
 
     def check_call(self, arguments: dict[str, Any], *, takes_result: bool) -> None:
         """Raise :class:`InvalidParameterError` if arguments are missing; one may be where the call takes a result.
 
         :raises ConfigError: the task's calls may be left out, or run at another time.
         """
-        if self.stands_for_key or self.sending.unique or self.sending.delay or self.sending.at is not None:
+        if self.handling.debounce is not None or self.sending.at is not None:
             raise ConfigError(
-                f"task {self.name}: a call in a chain takes no unique, debounce, delay or at: it runs after the one before"
+                f"task {self.name}: a call in a chain takes no debounce or at: it runs after the one before"
+            )
+        if self.sending.unique:
+            raise ConfigError(
+                f"task {self.name}: a call in a chain is always sent; write {self.name}.options(unique=False).s(…)"
             )
         if self.sending.connection is not None or self.sending.dedup_key is not None:
             raise ConfigError(f"task {self.name}: a call in a chain takes no connection= or dedup_key=; leave them out")
@@ -316,7 +320,7 @@ class Task(Generic[P, R]):
         key, debounce = key_of(self, TaskCall(self, arguments)), self.handling.debounce
         if debounce is None:
             return await send_once(self, envelope, key)
-        envelope.headers = {**envelope.headers, DEBOUNCE: key}
+        envelope.headers = {**envelope.headers, DEBOUNCE_KEY: key}
         return await send_debounced(self, envelope, self.encode(arguments), key, debounce.wait)
 
     @asynccontextmanager
@@ -378,6 +382,12 @@ class Task(Generic[P, R]):
         if self.handling.debounce is not None and (how.unique or how.delay or how.at is not None):
             raise ConfigError(
                 f"task {self.name}: debounce takes no unique, delay or at: it says itself when the call runs"
+            )
+        expires_in = as_seconds(how.expires_in)
+        if self.handling.debounce is not None and expires_in is not None and self.handling.debounce.most >= expires_in:
+            raise ConfigError(
+                f"task {self.name}: a debounced call waits up to {self.handling.debounce.most:g} s, and would expire after"
+                f" {expires_in:g} s; let expires_in be longer, or write debounce=(seconds, most seconds)"
             )
 
     def _asked(self) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from mainspring.core import clock
 from mainspring.errors import ConfigError, InvalidParameterError, Retry
-from mainspring.mailbox.limits import check_seconds, check_text
-from mainspring.mailbox.message import MessagePlace
+from mainspring.mailbox.limits import check_seconds, is_name
+from mainspring.mailbox.message import MessagePlace, header_of
 from mainspring.mailbox.records import RecordWrite, check_size
 from mainspring.validation import MAX_DELAY, Seconds, as_seconds
 from mainspring.worker.delivery import ALREADY_DONE
@@ -43,6 +43,8 @@ UNIQUE: Final = "unique"
 """The kind of the record that names the job that stands for a key."""
 DEBOUNCE: Final = "debounce"
 """The kind of the record that holds the latest call of a key."""
+DEBOUNCE_KEY: Final = "mainspring-debounce"
+"""The header of a message that runs the latest call of the key which it says."""
 LONGEST_KEY = 512
 """The most characters of a key."""
 PENDING: Final = "pending"
@@ -126,7 +128,10 @@ def _named(task: Task[..., Any], key: Any) -> str:
         raise InvalidParameterError(
             f"task {task.name}: a key must be a text of 1 to {LONGEST_KEY} characters, not {shown}"
         )
-    check_text(f"task {task.name}: the key", key)
+    if not is_name(key):
+        raise InvalidParameterError(
+            f"task {task.name}: a key must be text that UTF-8 can hold, without NUL characters, not {key!r:.100}"
+        )
     return f"{task.name}:{key}"
 
 
@@ -233,7 +238,7 @@ def latest_call(
     mailbox = task.tasks.mailbox
 
     async def run_latest(message: Message[Any, Any], call: Callable[[], Awaitable[Any]]) -> Any:
-        key = message.headers.get(DEBOUNCE)
+        key = header_of(message.headers, DEBOUNCE_KEY)
         if key is None:
             return await call()
         latest = await _latest(mailbox.backend, key)

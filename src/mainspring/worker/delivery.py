@@ -26,7 +26,7 @@ from mainspring.errors import (
 )
 from mainspring.events import MessageStarted
 from mainspring.mailbox import replies
-from mainspring.mailbox.message import Ack, Dead, Nack, history_until, history_with
+from mainspring.mailbox.message import Ack, Dead, Nack, header_of, history_until, history_with
 from mainspring.mailbox.records import RESULT_TTL
 from mainspring.policies import DeadLetterPolicy
 from mainspring.runtime.cancellation import is_spurious_cancellation
@@ -456,7 +456,7 @@ class HandlerRuns:
             ran(result, self._called, TaskExitError)
         message = delivery.message
         claimed = message.delivery
-        is_kept = RESULT_TTL in claimed.headers
+        is_kept = bool(claimed.headers) and header_of(claimed.headers, RESULT_TTL) is not None
         if not (is_kept or claimed.reply_to) or (message.is_settled and not is_unanswered(message.settlement)):
             return DONE
         reply = None if claimed.reply_to is None else self._reply_to(message, result)
@@ -516,7 +516,7 @@ class HandlerRuns:
         if isinstance(settlement, Ack):  # a ReplyError
             said = decision.error or error
             reply = None if message.reply_to is None else replies.failure_reply(message, said)
-            if RESULT_TTL not in message.headers or self._encode_result is None:
+            if header_of(message.headers, RESULT_TTL) is None or self._encode_result is None:
                 return decision._replace(settlement=Ack(reply))
             from mainspring.mailbox import jobs
 

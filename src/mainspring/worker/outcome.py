@@ -5,7 +5,15 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
-from mainspring.errors import ConfigError, InvalidParameterError, Reject, ReplyError, ReplyNotAvailableError, Retry
+from mainspring.errors import (
+    ConfigError,
+    InvalidParameterError,
+    Reject,
+    ReplyError,
+    ReplyNotAvailableError,
+    ResultTooLargeError,
+    Retry,
+)
 from mainspring.mailbox.history import LEASE_EXPIRED, crashes_before, read_history
 from mainspring.mailbox.message import Ack, Dead, Keep, Nack, Settlement
 from mainspring.runtime.scope import lone_error
@@ -51,8 +59,8 @@ class Decision(NamedTuple):
     error: BaseException | None = None
 
 
-_FAULTS_OF_CONFIGURATION = (ConfigError, InvalidParameterError, ReplyNotAvailableError)
-"""A setting, a call or an address is wrong: running the handler again does not mend it."""
+_HOPELESS = (ConfigError, InvalidParameterError, ReplyNotAvailableError, ResultTooLargeError)
+"""A setting, a call or an address is wrong, or a result too large: running the handler again does not mend it."""
 
 DONE = Decision(Outcome.ACKNOWLEDGED, Ack())
 RELEASED = Decision(Outcome.RELEASED, Nack(charge=False, front=True))
@@ -71,15 +79,16 @@ def after_failure(
 ) -> Decision:
     """Decide what a handler's error means for its message.
 
-    ``Reject`` is the end, and so is a fault of configuration, whatever the policy says: running the handler again does not mend
-    it. ``ReplyError`` is an answer: the message is done (its reply is the caller's to add). ``Retry`` says its own delay and
-    whether it counts; it is an instruction, so that the kinds of errors which the dead-letter policy names do not touch it. Any
-    other error counts, waits by the retry policy, and is the end when the dead-letter policy says so. An error that the policy
-    excludes never counts, so that its attempts cannot run out. A group of one error, as a handler's own task group raises it,
-    means that error.
+    ``Reject`` is the end, and so are a fault of configuration and a result that is too large, whatever the policy says: running
+    the handler again does not mend it. ``ReplyError`` is an answer: the message is done (its reply is the caller's to add).
+    ``Retry`` says its own delay and whether it counts; it is an instruction, so that the kinds of errors which the dead-letter
+    policy names do not touch it. Any other error counts, waits by the retry policy, and is the end when the dead-letter policy
+    says so. An error that the policy excludes never counts, so that its attempts cannot run out. What does not count waits by
+    the number of deliveries that did not count, this one included. A group of one error, as a handler's own task group raises
+    it, means that error.
     """
     error = lone_error(error)
-    if isinstance(error, (Reject, *_FAULTS_OF_CONFIGURATION)):
+    if isinstance(error, (Reject, *_HOPELESS)):
         return Decision(Outcome.DEAD_LETTERED, Dead.of(error), error)
     if isinstance(error, ReplyError):
         return Decision(Outcome.ACKNOWLEDGED, Ack(), error)
@@ -94,7 +103,7 @@ def after_failure(
     if isinstance(error, Retry) and error.delay is not None:
         delay = error.delay
     else:
-        delay = retry.delay(attempt if charge else delivery_count, rng)
+        delay = retry.delay(attempt if charge else delivery_count - attempt + 1, rng)
     postponed = isinstance(error, Retry) and not charge
     return Decision(Outcome.POSTPONED if postponed else Outcome.RETRIED, Nack(delay, charge), error)
 
