@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from mainspring.mailbox.jobs import JobProgress as JobProgress
     from mainspring.mailbox.jobs import JobState as JobState
     from mainspring.mailbox.jobs import JobStatus as JobStatus
+    from mainspring.mailbox.limiters import LimitState as LimitState
     from mainspring.mailbox.mailbox import Mailbox as Mailbox
     from mainspring.mailbox.memory.mailbox import InMemoryMailbox as InMemoryMailbox
     from mainspring.mailbox.message import CancelOutcome as CancelOutcome
@@ -169,6 +170,7 @@ _HOMES = {
     "worker.tool_calls": ("ToolCall",),
     "mailbox.backend": ("Backend", "Capabilities", "MailboxStatistics"),
     "mailbox.jobs": ("JobProgress", "JobState", "JobStatus"),
+    "mailbox.limiters": ("LimitState",),
     "mailbox.mailbox": ("Mailbox",),
     "mailbox.memory.mailbox": ("InMemoryMailbox",),
     "mailbox.message": ("CancelOutcome", "DeadLetter", "Message"),

@@ -50,6 +50,8 @@ reply (:attr:`Ack.reply`, :attr:`Dead.reply`) to one that does not exist, rather
 TRANSIENT_LIFE: Final = 86_400.0
 """Seconds that a transient mailbox is kept after it was last opened or claimed from."""
 
+SHARED: Final = "memory://, sqlite://, redis://, postgresql:// and nats:// mailboxes"
+
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
@@ -367,7 +369,7 @@ class Backend(ABC):
         :raises ConfigError: the backend cannot (:attr:`Capabilities.edit`).
         :raises SerializationError: it is larger than the store takes; nothing was changed.
         """
-        raise ConfigError(f"mailbox {self.name!r} cannot change a message (Capabilities.edit)")
+        raise ConfigError(f"mailbox {self.name!r} cannot change a message (Capabilities.edit); {SHARED} can")
 
     async def list_messages(self, query: MessageQuery) -> MessagePage:
         """Return a page of the unfinished messages that ``query`` asks for, in an order of the store's own.
@@ -378,7 +380,7 @@ class Backend(ABC):
 
         :raises ConfigError: the backend cannot (:attr:`Capabilities.listing`).
         """
-        raise ConfigError(f"mailbox {self.name!r} cannot list its messages (Capabilities.listing)")
+        raise ConfigError(f"mailbox {self.name!r} cannot list its messages (Capabilities.listing); {SHARED} can")
 
     # --------------------------------------------------------------------------------------------------------- limits
 
@@ -390,14 +392,14 @@ class Backend(ABC):
 
         :raises ConfigError: the backend cannot (:attr:`Capabilities.limits`).
         """
-        raise ConfigError(f"mailbox {self.name!r} keeps no limits (Capabilities.limits)")
+        raise ConfigError(f"mailbox {self.name!r} keeps no limits (Capabilities.limits); {SHARED} do")
 
     async def limits(self) -> list[LimitState]:
         """Return the tasks that have limits, are paused or have a changed concurrency, in the order of their names.
 
         :raises ConfigError: the backend cannot (:attr:`Capabilities.limits`).
         """
-        raise ConfigError(f"mailbox {self.name!r} keeps no limits (Capabilities.limits)")
+        raise ConfigError(f"mailbox {self.name!r} keeps no limits (Capabilities.limits); {SHARED} do")
 
     # -------------------------------------------------------------------------------------------------------- records
 

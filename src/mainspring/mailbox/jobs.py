@@ -33,7 +33,16 @@ from mainspring.errors import (
 )
 from mainspring.mailbox.history import ERROR_SIZE, read_history
 from mainspring.mailbox.message import EXPIRED, MessagePlace, RescheduleOutcome, Result, header_of
-from mainspring.mailbox.records import PROGRESS, RESULT, RESULT_TTL, RecordWrite, check_size
+from mainspring.mailbox.records import (
+    CHAIN_PART,
+    KEY_HEADER,
+    PROGRESS,
+    RESULT,
+    RESULT_TTL,
+    TASK_HEADER,
+    RecordWrite,
+    check_size,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping
@@ -97,6 +106,12 @@ class JobStatus:
     progress: JobProgress | None = None
     last_error: str | None = None
     last_error_type: str | None = None
+    key: str | None = None
+    """The key of the call, by which calls have their turns and limits."""
+    chain: str | None = None
+    """The id of the chain that the call is a part of. A chain that is listed as a job has its own id here, too."""
+    position: str | None = None
+    """In a list of jobs: what :meth:`Mailbox.jobs` takes as ``after`` to list those behind this one."""
 
     @property
     def is_finished(self) -> bool:
@@ -152,7 +167,8 @@ async def keep_cancelled(backend: Backend, message_id: str, headers: Mapping[str
     seconds = kept_for(headers)
     if seconds is None or not backend.capabilities.records:
         return
-    value = _written({"state": JobState.CANCELLED, "finished_at": clock.utc_now().timestamp()})
+    said = {"state": JobState.CANCELLED, "finished_at": clock.utc_now().timestamp(), **_known_by(headers)}
+    value = _written(said)
     with suppress(MailboxError, OSError), anyio.move_on_after(CANCEL_TIMEOUT, shield=True):
         await backend.write_record(RecordWrite(RESULT, message_id, value, seconds))
         backend.notifications.results.publish([message_id])
@@ -180,7 +196,14 @@ def _ended(delivery: ClaimedMessage, task: str, state: JobState) -> dict[str, An
         "first_received_at": delivery.first_received_at,
         "finished_at": clock.utc_now().timestamp(),
         "worker": worker_name(),
+        **_known_by(delivery.headers),
     }
+
+
+def _known_by(headers: Mapping[str, str]) -> dict[str, str]:
+    """Return what the headers tell of the task, the key and the chain of a message."""
+    known = {"task": headers.get(TASK_HEADER), "key": headers.get(KEY_HEADER), "chain": _chain_of(headers)}
+    return {name: value for name, value in known.items() if value is not None}
 
 
 def _written(said: Mapping[str, Any]) -> bytes:
@@ -206,11 +229,21 @@ async def status_of(mailbox: Mailbox[Any, Any], message_id: str) -> JobStatus:
     :raises JobNotFoundError: no message of that id is unfinished or dead, and no end of one is kept.
     """
     status = (await _look(mailbox, message_id)).status
-    if mailbox.capabilities.records and not status.is_finished:
-        for record in await mailbox.backend.find_records(PROGRESS, [message_id]):
-            said = json.loads(record.value)
-            status = replace(status, progress=JobProgress(said["done"], said["total"]), worker=said["worker"])
-    return status
+    return (await with_progress(mailbox.backend, [status]))[0]
+
+
+async def with_progress(backend: Backend, found: list[JobStatus]) -> list[JobStatus]:
+    """Return these statuses, with how far the handlers of unfinished jobs said that they are."""
+    begun = [status.id for status in found if status.deliveries and not status.is_finished]
+    if not begun or not backend.capabilities.records:
+        return found
+    said = {record.key: json.loads(record.value) for record in await backend.find_records(PROGRESS, begun)}
+    return [
+        replace(status, progress=JobProgress(last["done"], last["total"]), worker=last["worker"])
+        if (last := said.get(status.id)) is not None
+        else status
+        for status in found
+    ]
 
 
 async def outcome_of(mailbox: Mailbox[Any, Any], message_id: str, timeout: float | None) -> JobOutcome:
@@ -254,11 +287,22 @@ async def reschedule(mailbox: Mailbox[Any, Any], message_id: str, delay: float) 
     mailbox.check_open()
     backend = mailbox.backend
     outcome = await backend.reschedule(message_id, delay)
+    if outcome is RescheduleOutcome.UNKNOWN and not delay and await backend.replay_dead_letters([message_id]):
+        return
+    check_changed(message_id, outcome)
+
+
+def check_changed(message_id: str, outcome: RescheduleOutcome) -> None:
+    """Raise what says why a job was not changed.
+
+    :raises JobNotFoundError: it is finished, or not known.
+    :raises JobRunningError: a worker runs it now.
+    """
     if outcome is RescheduleOutcome.IN_FLIGHT:
         raise JobRunningError(
             f"job {message_id}: a worker runs it now; cancel it and send it again, or wait until it ends"
         )
-    if outcome is RescheduleOutcome.UNKNOWN and (delay or not await backend.replay_dead_letters([message_id])):
+    if outcome is RescheduleOutcome.UNKNOWN:
         raise _not_found(message_id, "no such message is scheduled, pending or running")
 
 
@@ -299,12 +343,12 @@ async def _look(mailbox: Mailbox[Any, Any], message_id: str) -> JobOutcome:
     for _ in range(2):  # a dead letter may have been replayed between two looks
         if backend.capabilities.lookup:
             for unfinished in await backend.find([message_id]):
-                return JobOutcome(_of_unfinished(unfinished, task_of(unfinished.message.body)), None)
+                return JobOutcome(status_of_unfinished(unfinished, task_of(unfinished.message.body)), None)
         for letter in await backend.find_dead_letters([message_id]):
-            return JobOutcome(_of_dead(*letter, task_of(letter[0].body)), None)
+            return JobOutcome(status_of_dead(*letter, task_of(letter[0].body)), None)
         if backend.capabilities.records:
             for record in await backend.find_records(RESULT, [message_id]):
-                return _of_record(record)
+                return outcome_of_record(record)
     raise _not_found(message_id, "it is not in this mailbox, nor is a result of it kept; keep results with result_ttl=")
 
 
@@ -312,7 +356,8 @@ def _not_found(message_id: str, why: str) -> JobNotFoundError:
     return JobNotFoundError(f"job {message_id:.200}: {why}")
 
 
-def _of_unfinished(found: UnfinishedMessage, task: str | None) -> JobStatus:
+def status_of_unfinished(found: UnfinishedMessage, task: str | None) -> JobStatus:
+    """Return the status of a message that is delayed, pending or in flight, which calls ``task``."""
     message = found.message
     failures = read_history(message.history)
     last = failures[-1] if failures else None
@@ -327,10 +372,13 @@ def _of_unfinished(found: UnfinishedMessage, task: str | None) -> JobStatus:
         first_received_at=_date(message.first_received_at),
         last_error=last.error if last else None,
         last_error_type=last.error_type if last else None,
+        key=found.key,
+        chain=_chain_of(message.headers),
     )
 
 
-def _of_dead(message: ClaimedMessage, dead: Dead, at: float, task: str | None) -> JobStatus:
+def status_of_dead(message: ClaimedMessage, dead: Dead, at: float, task: str | None) -> JobStatus:
+    """Return the status of a dead letter, which calls ``task``."""
     return JobStatus(
         message.message_id,
         JobState.EXPIRED if dead.error_type == EXPIRED.error_type else JobState.DEAD,
@@ -342,10 +390,13 @@ def _of_dead(message: ClaimedMessage, dead: Dead, at: float, task: str | None) -
         finished_at=_date(at),
         last_error=dead.error,
         last_error_type=dead.error_type,
+        key=message.headers.get(KEY_HEADER),
+        chain=_chain_of(message.headers),
     )
 
 
-def _of_record(record: Record) -> JobOutcome:
+def outcome_of_record(record: Record) -> JobOutcome:
+    """Return how a job ended, as its record of the kind ``result`` tells it."""
     head, found, raw = record.value.partition(b',"result":')
     said = json.loads(head + b"}" if found else head)
     status = JobStatus(
@@ -360,8 +411,28 @@ def _of_record(record: Record) -> JobOutcome:
         worker=said.get("worker"),
         last_error=said.get("error"),
         last_error_type=said.get("error_type"),
+        key=said.get("key"),
+        chain=said.get("chain"),
     )
     return JobOutcome(status, raw[:-1] if found else None)
+
+
+def status_of_chain(record: Record) -> JobStatus:
+    """Return the status of a chain, as its record tells it: RUNNING until it is done or cancelled."""
+    said = json.loads(record.value.partition(b',"result":')[0] + b"}")
+    return JobStatus(
+        record.key,
+        JobState(said["state"]),
+        enqueued_at=_date(said.get("sent_at")),
+        finished_at=_date(said.get("ended_at")),
+        chain=record.key,
+    )
+
+
+def _chain_of(headers: Mapping[str, str]) -> str | None:
+    """Return the id of the chain that a message with these headers is a part of."""
+    part = headers.get(CHAIN_PART)
+    return None if part is None else part.rsplit("/", 2)[0]
 
 
 def _checked(outcome: JobOutcome) -> JobOutcome:

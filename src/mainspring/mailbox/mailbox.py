@@ -1,6 +1,6 @@
 """``Mailbox``: the one face of a queue, whatever store it lies on.
 
-It checks and encodes what users give, decodes what they receive, and keeps the life cycle, the requests and the replies. Its
+It checks and encodes what users give, decodes what they receive, and keeps the requests and the replies. Its
 :class:`~mainspring.mailbox.backend.Backend` does the work on messages.
 """
 
@@ -8,29 +8,26 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import partial
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, Generic, Self, cast
+from typing import TYPE_CHECKING, Any, Generic, cast
 
 import anyio
 from typing_extensions import TypeVar
 
-from mainspring.core.process import async_library, identity, off_fork, on_fork
-from mainspring.core.state_machine import MAILBOX, MailboxState, StateMachine
+from mainspring.core.state_machine import MailboxState
 from mainspring.errors import (
     ConfigError,
     InvalidParameterError,
-    MailboxClosedError,
     MailboxConnectionError,
     MailboxError,
-    MainspringError,
     ReplyNotAvailableError,
     SerializationError,
-    in_brief,
 )
 from mainspring.mailbox import replies
 from mainspring.mailbox.backend import Backend, Capabilities, MailboxStatistics
 from mainspring.mailbox.codec import Codec, NotJsonError, type_name
+from mainspring.mailbox.life_cycle import MailboxLifeCycle
+from mainspring.mailbox.limiters import ALL_TASKS, LimitChange, LimitState
 from mainspring.mailbox.limits import (
     CLOSE_TIMEOUT,
     MAX_MESSAGES,
@@ -39,6 +36,7 @@ from mainspring.mailbox.limits import (
     check_receive,
     check_seconds,
     check_send,
+    check_text,
     delay_of,
     reply_address,
 )
@@ -60,18 +58,14 @@ from mainspring.mailbox.message import (
 from mainspring.mailbox.requests import REPLY_ERRORS, WITHDRAWAL_TIMEOUT, PendingReply, cancelled_error
 from mainspring.mailbox.sync import SyncMailbox
 from mainspring.runtime.deadline import inherited, with_deadline
-from mainspring.runtime.scope import DaemonScope
 from mainspring.validation import MAX_VISIBILITY, as_seconds, is_whole
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+    from collections.abc import Awaitable, Iterable, Mapping, Sequence
     from contextlib import AbstractAsyncContextManager
     from datetime import datetime
-    from types import TracebackType
-    from weakref import WeakSet
 
-    from mainspring.core.process import Identity
-    from mainspring.mailbox.ownership import Owner
+    from mainspring.mailbox.job_list import JobList, States
     from mainspring.mailbox.requests import Requester
     from mainspring.runtime.deadline import Deadline, Inherited
     from mainspring.validation import Seconds
@@ -82,7 +76,7 @@ T = TypeVar("T", default=Any)
 R = TypeVar("R", default=Any)
 
 
-class Mailbox(Generic[T, R]):
+class Mailbox(MailboxLifeCycle, Generic[T, R]):
     """A queue of messages with leases: at-least-once, fenced, first in first out among equal priorities.
 
     A new mailbox is unopened; ``async with mailbox`` opens it, and a LoopGroup opens what is not open. A closed mailbox can
@@ -99,31 +93,18 @@ class Mailbox(Generic[T, R]):
     first send to save that time; what is received may then differ."""
 
     def __init__(self, backend: Backend, *, body: Any = None, reply: Any = None, serialize: bool = True) -> None:
-        self.name = name = backend.name
-        self.backend = backend
-        """The store. Its calls check no parameter, and encode nothing. It may be replaced while the mailbox is not open."""
+        super().__init__(backend)
         self.serializes = serialize
         """True if bodies reach the backend as JSON bytes (else as the objects they are)."""
         self.reply_stores: tuple[Mailbox[Any, Any], ...] = ()
         """Mailboxes of the other stores that replies may go to; see ``open_mailbox(reply_stores=)``."""
         self.forgotten_replies = 0
         """How many replies came for which no request waited (any more): they were acknowledged and dropped."""
-        self.opened_by: Owner | None = None
-        """The group or loop that has opened it and closes it at its end; None where a user did, or it is not open."""
         self._body_type = body
         self._reply_type = reply
         self._codec: Codec | None = None
         self._reply_codec: Codec | None = None
         self._ids = MessageIds()
-        self._state: StateMachine[MailboxState] = StateMachine(MAILBOX, MailboxState.UNOPENED, name=f"mailbox {name!r}")
-        self._usable = backend.works_unopened
-        self._thread: int | None = None
-        """The thread of the event loop on which it is open; None while it is not."""
-        self._process: Identity | None = None
-        self._scope: DaemonScope | None = None
-        self.reply_routers: list[replies.ReplyRouter] = []
-        """What replies to other stores go out through, and replies come in through; none while it is not open."""
-        self._open_ones: WeakSet[Mailbox[Any, Any]] | None = None
 
     def __repr__(self) -> str:
         shown = f"{type(self).__name__} {self.name!r} {self._state.state}"
@@ -133,11 +114,6 @@ class Mailbox(Generic[T, R]):
             counts = {"waiting": now.waiting_receives, "queued": now.queued, "in flight": now.in_flight}
             shown += "".join(f", {count} {what}" for what, count in counts.items() if count)
         return f"<{shown}>"
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """The capabilities of its backend."""
-        return self.backend.capabilities
 
     @property
     def address(self) -> str:
@@ -158,128 +134,6 @@ class Mailbox(Generic[T, R]):
         :raises ConfigError: the backend cannot open one (:attr:`Capabilities.siblings`).
         """
         return Mailbox(self.backend.sibling(name), body=body, reply=reply, serialize=self.serializes)
-
-    # --------------------------------------------------------------------------------------------------- life cycle
-
-    @property
-    def state(self) -> MailboxState:
-        """Its state: unopened, open or closed."""
-        return self._state.state
-
-    async def exists(self) -> bool:
-        """Return True if the store has a mailbox of this name, empty or not. It need not be open.
-
-        Nothing is made, and nothing is brought up to date. There is one as soon as it was opened once, or a reply was
-        sent to its name. One in memory always is.
-
-        :raises ConfigError: what is there is not a mailbox's, or of a newer Mainspring; the server refuses the login.
-        :raises MailboxConnectionError: the store cannot be reached, so it is not known.
-        """
-        self._check_async_backend()
-        try:
-            return self._state.state is MailboxState.OPEN or await self.backend.exists()
-        except MainspringError as error:
-            raise in_brief(error)
-
-    async def __aenter__(self) -> Self:
-        self._check_async_backend()
-        if self._scope is not None:
-            self._check_process()
-            raise ConfigError(f"mailbox {self.name!r} is already open; open it in one place and pass it on")
-        self._scope = scope = DaemonScope(f"mailbox {self.name}")
-        try:
-            await scope.__aenter__()
-            try:
-                await self.backend.open(scope)
-            except BaseException as error:
-                await scope.__aexit__(type(error), error, error.__traceback__)
-                if isinstance(error, MainspringError):
-                    raise in_brief(error)
-                raise
-        except BaseException:
-            self._scope = None
-            raise
-        self._end_routing = self.route_replies(scope)
-        self._state.to(MailboxState.OPEN, anyio.current_time())
-        self._usable = True
-        self._thread, self._process = get_ident(), identity()
-        on_fork(self, Mailbox._forget)
-        self._open_ones = replies.open_mailboxes()
-        self._open_ones.add(self)
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        scope, self._scope = self._scope, None
-        self._end_routing()
-        try:
-            with anyio.CancelScope(shield=True, deadline=anyio.current_time() + CLOSE_TIMEOUT):
-                await self.close()
-        except BaseException as failed:
-            if scope is not None:
-                await scope.__aexit__(type(failed), failed, failed.__traceback__)
-            raise
-        return await scope.__aexit__(kind, error, trace) if scope is not None else None
-
-    def route_replies(self, scope: DaemonScope) -> Callable[[], None]:
-        """Let replies to other stores go out through daemons of ``scope``, until the function that this returns is called."""
-        router = replies.ReplyRouter(self.name, scope)
-        self.reply_routers.append(router)
-        return partial(self.reply_routers.remove, router)  # which does not refer back to the mailbox
-
-    async def close(self) -> None:
-        """Wake the waiting receives (they return ``[]``), finish what is under way, disconnect. Idempotent.
-
-        Messages in flight stay leased until their leases end. Later calls raise :class:`MailboxClosedError`. Cancelled, it
-        leaves the mailbox closed to its users, and what it had not finished is finished when the ``async with`` block ends.
-        """
-        if self._state.state is MailboxState.CLOSED or (self._process is not None and not self._process.here):
-            return
-        opened = self._state.state is MailboxState.OPEN
-        self._state.to(MailboxState.CLOSED, anyio.current_time())
-        self._usable, self._thread = False, None
-        off_fork(self)
-        if self._open_ones is not None:
-            self._open_ones.discard(self)
-        self.backend.stop_claims()
-        if opened:
-            await self.backend.close()
-        if self._scope is not None:  # not cancelled: its scope holds the body of the `async with` block as well
-            await self._scope.stop(timeout=0)
-
-    def check_open(self) -> None:
-        """Raise :class:`MailboxClosedError` unless it is open, and :class:`ConfigError` unless it is so on this event loop."""
-        if not self._usable:
-            self._check_process()
-            raise MailboxClosedError(
-                f"mailbox {self.name!r} is {self._state.state}; use it inside `async with` or under a running LoopGroup"
-            )
-        if self._thread is not None and self._thread != get_ident():  # a thread has one event loop at a time
-            raise ConfigError(
-                f"mailbox {self.name!r} is open in the event loop of another thread; open a mailbox of your own here, or"
-                " use mailbox.sync"
-            )
-
-    def _forget(self) -> None:
-        """Forget the connections and the event loop, in a forked child: they are the parent's."""
-        self._usable, self._thread = False, None
-
-    def _check_process(self) -> None:
-        if self._process is not None and not self._process.here and self._state.state is MailboxState.OPEN:
-            raise ConfigError(
-                f"mailbox {self.name!r} is open in process {self._process.pid}, from which this one was forked, and"
-                " must not be used across a fork; open one of its own here (for SQLite: in a process that subprocess or the"
-                " spawn method has started)"
-            )
-
-    def _check_async_backend(self) -> None:
-        if (library := async_library()) not in self.capabilities.async_backends:
-            supported = " or ".join(sorted(self.capabilities.async_backends))
-            raise ConfigError(
-                f"mailbox {self.name!r}: {type(self).__name__} runs on {supported} only, not on {library}: choose that"
-                " (`mainspring run --loop`, anyio.run(…, backend=)), or use memory:// where time is virtual"
-            )
 
     # --------------------------------------------------------------------------------------------- bodies and replies
 
@@ -750,13 +604,128 @@ class Mailbox(Generic[T, R]):
         """Return how many messages are still to be done: delayed, pending and in flight."""
         return (await self.counts()).waiting
 
-    async def purge(self) -> int:
-        """Drop all messages that are delayed, pending or in flight, and return how many that were.
+    def jobs(
+        self,
+        *,
+        state: States | None = None,
+        task: str | None = None,
+        key: str | None = None,
+        since: datetime | Seconds | None = None,
+        older_than: datetime | Seconds | None = None,
+        search: str | None = None,
+        limit: int | None = None,
+        after: str | None = None,
+    ) -> JobList:
+        """Yield the status of jobs that fit all filters: ``async for job in mailbox.jobs(state="pending", task="email")``.
 
-        Their holders' later calls raise :class:`ReceiptHandleExpiredError`. Dead letters stay.
+        First come unfinished jobs: scheduled, pending, running; then the dead ones, the ends that are kept (``result_ttl=``),
+        and chains. The order among jobs of a state is the store's own. A job that changes its state meanwhile may come twice,
+        or not at all; the others come once. The store is asked for pages of up to 500 jobs, as they are needed.
+
+        :param state: a :class:`JobState`, its text, or several; None: all.
+        :param task: the name of a task. With ``task`` or ``key``, unfinished jobs are found by an index of the store.
+        :param since: a datetime with a time zone, or the seconds (or a timedelta) before now: jobs sent since then.
+        :param older_than: the same: jobs sent before then. A job of which only the end is known counts by that.
+        :param search: a text, in either case, that the id, the task, the key, the last error or the JSON of the body has. Each
+            job that fits the other filters is read for it. Of a job that is done, the body is not kept.
+        :param limit: how many at most; None: all.
+        :param after: go on behind a job, in this or another process: its :attr:`JobStatus.position`.
+        :raises InvalidParameterError: a value is outside its limits. It is raised by the call itself.
+        :raises ConfigError: the mailbox cannot list unfinished messages (:attr:`Capabilities.listing`), and ``state`` does not
+            leave them out.
+        :raises MailboxConnectionError: the store cannot be reached; the iteration can go on.
+        """
+        from mainspring.mailbox.job_list import JobFilter, JobList
+
+        return JobList(self, JobFilter.of("jobs", state, task, key, since, older_than, search), limit, after)
+
+    async def replace_body(self, message_id: str, body: T) -> None:
+        """Let a message that is delayed or pending have another body. Its place, its counts and all else stay.
+
+        :raises JobRunningError: a worker runs it now.
+        :raises JobNotFoundError: no such message is delayed or pending.
+        :raises SerializationError: the body does not fit, as for :meth:`send`; nothing was changed.
+        :raises ConfigError: the mailbox cannot (:attr:`Capabilities.edit`).
+
+        Cancelled, it may have taken place.
+        """
+        from mainspring.mailbox import jobs
+
+        self.check_open()
+        check_id("replace_body: message_id", message_id)
+        jobs.check_changed(message_id, await self.backend.replace_body(message_id, self._encode(self.codec, body)))
+
+    async def purge(
+        self,
+        *,
+        state: States | None = None,
+        task: str | None = None,
+        key: str | None = None,
+        since: datetime | Seconds | None = None,
+        older_than: datetime | Seconds | None = None,
+        search: str | None = None,
+    ) -> int:
+        """Drop messages that are delayed, pending or in flight, all or those that fit the filters. Return how many.
+
+        The filters are those of :meth:`jobs`. Without ``state``, unfinished jobs are meant, and dead letters stay; with one,
+        dead letters and kept ends of such states are deleted as well. Without any filter, all is dropped in one step, and the
+        holders' later calls raise :class:`ReceiptHandleExpiredError`. With one, jobs are ended page by page, each as by
+        :meth:`cancel`: handlers are cancelled, and requesters are told. Cancelled, or failed with
+        :class:`MailboxConnectionError`, it has dropped some; another call drops the rest.
+        """
+        from mainspring.mailbox import job_list
+
+        self.check_open()
+        filters = (task, key, since, older_than, search)
+        if state is None and all(given is None for given in filters):
+            return await self.backend.purge()
+        which = job_list.JobFilter.of("purge", job_list.UNFINISHED if state is None else state, *filters)
+        return await job_list.purge(self, which)
+
+    # --------------------------------------------------------------------------------------------- the whole fleet
+
+    async def pause(self, task: str | None = None) -> None:
+        """Let no worker of any process claim messages, or those of ``task``, until :meth:`resume`.
+
+        Messages are sent and wait as before, and count as pending; those in flight go on. It holds for the store, so also
+        for workers that start later. Cancelled, it may have taken place.
+
+        :raises ConfigError: the mailbox cannot (:attr:`Capabilities.limits`).
         """
         self.check_open()
-        return await self.backend.purge()
+        await self.backend.change_limits([LimitChange(_limited("pause", task), paused=True)])
+
+    async def resume(self, task: str | None = None) -> None:
+        """End a :meth:`pause` of the mailbox, or of ``task``; what waits is claimed at once. The parameters are the same."""
+        self.check_open()
+        await self.backend.change_limits([LimitChange(_limited("resume", task), paused=False)])
+
+    async def set_concurrency(self, most: int | None, task: str | None = None) -> None:
+        """Let at most ``most`` messages of the mailbox, or of ``task``, be in flight at once in the whole fleet.
+
+        It holds instead of what the code declares, also after a restart; None: what is declared holds again. With fewer
+        than are in flight, these go on, and no more are claimed until there is room.
+
+        :raises InvalidParameterError: ``most`` is below 1; to let none begin, :meth:`pause`.
+        :raises ConfigError: the mailbox cannot (:attr:`Capabilities.limits`).
+        """
+        if most is not None and not is_whole(most, 1):
+            raise InvalidParameterError(
+                f"set_concurrency: give a whole number from 1, or None for the declared one, not {most!r:.100}; pause()"
+                " lets none begin"
+            )
+        self.check_open()
+        await self.backend.change_limits([LimitChange(_limited("set_concurrency", task), concurrency=most or 0)])
+
+    async def limits(self) -> list[LimitState]:
+        """Return the limits, the pauses and the changed concurrency of tasks, in the order of their names.
+
+        The task ``""`` is the whole mailbox. Tasks without any limit are left out.
+
+        :raises ConfigError: the mailbox keeps none (:attr:`Capabilities.limits`).
+        """
+        self.check_open()
+        return await self.backend.limits()
 
     async def dead_letters(self, *, limit: int = 1_000, after: str | None = None) -> list[DeadLetter[T]]:
         """Return the dead letters, oldest first: at most ``limit``, behind the one whose id is ``after``."""
@@ -797,3 +766,13 @@ class Mailbox(Generic[T, R]):
         """Forget dead letters (None: all) for good; how many that were."""
         self.check_open()
         return await self.backend.purge_dead_letters(check_ids("dead letters: a message id", message_ids))
+
+
+def _limited(call: str, task: str | None) -> str:
+    """Return what a change of limits names: a task, or the whole mailbox."""
+    if task is None:
+        return ALL_TASKS
+    if not (isinstance(task, str) and task):
+        raise InvalidParameterError(f"{call}: task must be the name of a task, or None for all, not {task!r:.100}")
+    check_text(f"{call}: task", task)
+    return task

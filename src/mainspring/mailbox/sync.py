@@ -7,6 +7,7 @@ import os
 import threading
 from functools import partial, wraps
 from inspect import isawaitable
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, cast
 
 import anyio
@@ -18,9 +19,11 @@ from mainspring.threads.loop_thread import LoopThread
 from mainspring.threads.ticket import Ticket
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterator
     from types import TracebackType
 
+    from mainspring.mailbox.job_list import JobList
+    from mainspring.mailbox.jobs import JobStatus
     from mainspring.mailbox.mailbox import Mailbox
     from mainspring.runtime.scope import Daemon, DaemonScope
     from mainspring.threads.ticket import TicketWriter
@@ -38,9 +41,10 @@ class SyncMailbox(Generic[T, R]):
     the calling thread until they are done. If the mailbox is not open, ``with mailbox.sync:`` opens it, in an event loop of the
     process that all mailboxes opened so share. That loop is there from the first to the last of them.
 
-    ``send``, ``send_many``, ``receive``, ``request``, ``submit``, ``cancel``, ``counts``, ``approximate_count``, ``purge``,
-    ``dead_letters``, ``dead_letter``, ``replay_dead_letters`` and ``purge_dead_letters`` are those of :class:`Mailbox`, and
-    :meth:`call` makes every other call of what they return. The ``connection=`` of ``send`` and ``send_many`` is the calling
+    ``send``, ``send_many``, ``receive``, ``request``, ``submit``, ``cancel``, ``counts``, ``approximate_count``, ``jobs``,
+    ``replace_body``, ``purge``, ``pause``, ``resume``, ``set_concurrency``, ``limits``, ``dead_letters``, ``dead_letter``,
+    ``replay_dead_letters`` and ``purge_dead_letters`` are those of :class:`Mailbox`, and :meth:`call` makes every other call
+    of what they return. The ``connection=`` of ``send`` and ``send_many`` is the calling
     thread's own, a synchronous one, and only that thread uses it.
 
     :raises ConfigError: the caller's thread runs an event loop, which would stand still; or this process was forked from the
@@ -62,7 +66,13 @@ class SyncMailbox(Generic[T, R]):
         self.cancel = self._blocking(mailbox.cancel)
         self.counts = self._blocking(mailbox.counts)
         self.approximate_count = self._blocking(mailbox.approximate_count)
+        self.jobs = self._iterating(mailbox.jobs)
+        self.replace_body = self._blocking(mailbox.replace_body)
         self.purge = self._blocking(mailbox.purge)
+        self.pause = self._blocking(mailbox.pause)
+        self.resume = self._blocking(mailbox.resume)
+        self.set_concurrency = self._blocking(mailbox.set_concurrency)
+        self.limits = self._blocking(mailbox.limits)
         self.dead_letters = self._blocking(mailbox.dead_letters)
         self.dead_letter = self._blocking(mailbox.dead_letter)
         self.replay_dead_letters = self._blocking(mailbox.replay_dead_letters)
@@ -77,6 +87,14 @@ class SyncMailbox(Generic[T, R]):
             return self._call(method, *args, **keywords)
 
         return call
+
+    def _iterating(self, method: Callable[P, JobList]) -> Callable[P, Iterator[JobStatus]]:
+        @wraps(method)
+        def iterate(*args: P.args, **keywords: P.kwargs) -> Iterator[JobStatus]:
+            found = method(*args, **keywords)
+            return chain.from_iterable(iter(partial(self._call, found.batch), []))
+
+        return iterate
 
     def _sending(self, method: Callable[P, Awaitable[X]]) -> Callable[P, X]:
         @wraps(method)

@@ -25,15 +25,13 @@ from mainspring.errors import (
 from mainspring.mailbox.jobs import LOOK_EVERY, EndListener, JobState
 from mainspring.mailbox.limits import check_seconds
 from mainspring.mailbox.message import Envelope
-from mainspring.mailbox.records import RecordWrite, check_size
+from mainspring.mailbox.records import CHAIN, CHAIN_PART, RecordWrite, check_size
 from mainspring.tasks.calls import OutgoingCall
 from mainspring.tasks.chain_state import (
     CALLS,
     CANCELLED,
-    CHAIN,
     CHAIN_LIFE,
     DONE,
-    HEADER,
     PART,
     ChainState,
     Place,
@@ -127,7 +125,7 @@ async def _sending(state: ChainState, pages: _GivenPages | _StoredPages) -> tupl
         call = StoredCall(**calls[part % size])
         place = Place(state.chain_id, state.stage, part)
         envelope = Envelope(place.message_id, call.body(state.result), priority=call.priority)
-        envelope.headers, envelope.expires_in = {**call.headers, HEADER: str(place)}, call.expires_in
+        envelope.headers, envelope.expires_in = {**call.headers, CHAIN_PART: str(place)}, call.expires_in
         envelope.delay = call.delay
         envelopes.append(envelope)
     return after, envelopes
@@ -143,7 +141,7 @@ def chain_step(
     mailbox = task.tasks.mailbox
 
     async def run_step(message: Message[Any, Any], call: Callable[[], Awaitable[Any]]) -> Any:
-        place = Place.read(message.headers[HEADER])
+        place = Place.read(message.headers[CHAIN_PART])
         backend = mailbox.backend
         state = await _state_of(backend, place.chain_id)
         if state is None or not state.awaits(place):
@@ -397,7 +395,7 @@ class ChainJob:
             state = await self._state()
             if state.state == DONE:
                 return False
-            stopped = replace(state, state=CANCELLED, result=b"null")
+            stopped = state.ended(CANCELLED)
             if state.state == CANCELLED or await mailbox.backend.write_record(stopped.write()) is not None:
                 break
         for place in state.under_way:

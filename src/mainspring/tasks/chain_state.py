@@ -17,10 +17,10 @@ import json
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Self
 
-from mainspring.core import random
+from mainspring.core import clock, random
 from mainspring.errors import ResultTooLargeError
 from mainspring.mailbox.limits import check_send
-from mainspring.mailbox.records import MAX_RECORD, RecordWrite, check_size
+from mainspring.mailbox.records import CHAIN, MAX_RECORD, RecordWrite, check_size
 from mainspring.runtime.deadline import with_deadline
 from mainspring.tasks.calls import head
 from mainspring.validation import MAX_DELAY, as_seconds
@@ -30,10 +30,6 @@ if TYPE_CHECKING:
 
     from mainspring.tasks.calls import OutgoingCall, TaskCall
 
-CHAIN: Final = "chain"
-"""The kind of the record of a chain."""
-HEADER: Final = "mainspring-chain"
-"""The header of the messages of a chain: its id, the stage and the part."""
 CALLS: Final = "chain calls"
 PART: Final = "chain part"
 PAGE = 100
@@ -180,6 +176,10 @@ class ChainState:
     """JSON: what the stage before returned; of a chain that is done, its result."""
     task: str = ""
     """The task of the last stage, if that is of one part."""
+    sent_at: float = 0.0
+    """When the chain was sent (POSIX seconds)."""
+    ended_at: float = 0.0
+    """When it was done or cancelled; 0 before."""
 
     @classmethod
     def first(cls, chain_id: str, given: Sequence[Stage], pages: Sequence[int], result_ttl: float) -> ChainState:
@@ -192,7 +192,8 @@ class ChainState:
         )
         last = given[-1]
         task = "" if last.is_many else last.calls[0].task.name
-        return cls(chain_id, 0, stages, result_ttl, task=task).past_empty()
+        now = clock.utc_now().timestamp()
+        return cls(chain_id, 0, stages, result_ttl, task=task, sent_at=now).past_empty()
 
     @classmethod
     def read(cls, chain_id: str, version: int, value: bytes) -> ChainState:
@@ -207,7 +208,8 @@ class ChainState:
         """Return the write of this state, on the version that it came from."""
         said = {
             "stages": self.stages, "result_ttl": self.result_ttl, "stage": self.stage, "sent": self.sent,
-            "done": f"{self.done:x}", "state": self.state, "task": self.task,
+            "done": f"{self.done:x}", "state": self.state, "task": self.task, "sent_at": self.sent_at,
+            "ended_at": self.ended_at,
         }  # fmt: skip
         value = json.dumps(said, separators=(",", ":")).encode()[:-1] + b',"result":' + self.result + b"}"
         check_size("what a stage of a chain has returned", value, ResultTooLargeError)
@@ -267,12 +269,16 @@ class ChainState:
     def next_stage(self, result: bytes) -> ChainState:
         """Return the state after the present stage, which returned ``result`` (JSON)."""
         if self.stage + 1 == len(self.stages):
-            return replace(self, state=DONE, result=result)
+            return self.ended(DONE, result)
         return replace(self, stage=self.stage + 1, sent=0, done=0, result=result).past_empty()
 
     def past_empty(self) -> ChainState:
         """Return the state after the present stage if that has no parts: their results are an empty list."""
         return self if self.parts else self.next_stage(b"[]")
+
+    def ended(self, state: str, result: bytes = b"null") -> ChainState:
+        """Return the state of the chain that was done or cancelled now."""
+        return replace(self, state=state, result=result, ended_at=clock.utc_now().timestamp())
 
 
 def new_chain_id() -> str:

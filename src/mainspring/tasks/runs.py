@@ -9,10 +9,10 @@ import anyio
 
 from mainspring.errors import SerializationError
 from mainspring.mailbox import replies
+from mainspring.mailbox.records import CHAIN_PART
 from mainspring.tasks.batches import CallBatches, OpenBatches
 from mainspring.tasks.calls import TaskCall
 from mainspring.tasks.chain_runs import Recordings, chain_step
-from mainspring.tasks.chain_state import HEADER
 from mainspring.tasks.unique import latest_call
 from mainspring.worker.handler import Handler, Handlers, as_coroutine_function
 from mainspring.worker.middleware import wrappers_of
@@ -164,7 +164,7 @@ class TaskRuns:
             task = delivery.message.body.task
         except SerializationError:
             return self._unreadable
-        if delivery.message.delivery.headers and HEADER in delivery.message.delivery.headers:
+        if delivery.message.delivery.headers and CHAIN_PART in delivery.message.delivery.headers:
             return self._in_chains.get(task) or self._runs_of(task, in_chain=True)
         return self._by_task.get(task) or self._runs_of(task, in_chain=False)
 

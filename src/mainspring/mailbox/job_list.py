@@ -1,0 +1,354 @@
+"""Lists of jobs: the messages of a mailbox and the ends that it keeps, page by page, and what is done to all of a list.
+
+A list goes through the places of a mailbox in the order in which a job passes them: delayed, pending and in flight, the dead
+letters, the results that are kept, and the chains. Of each place it reads pages of bounded size. The store finds a task, a
+key and a date among unfinished messages; all else is looked for in each job of a page.
+
+The last job of a page is handed out when the next page was read. So a caller may do to each job what removes it: the next
+page still begins behind a job that is there.
+"""
+
+from __future__ import annotations
+
+import json
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypeAlias
+
+import anyio
+
+from mainspring.core import clock
+from mainspring.errors import InvalidParameterError, MailboxError
+from mainspring.mailbox.codec import Unserialized
+from mainspring.mailbox.jobs import (
+    JobState,
+    JobStatus,
+    outcome_of_record,
+    status_of_chain,
+    status_of_dead,
+    status_of_unfinished,
+    with_progress,
+)
+from mainspring.mailbox.limits import check_seconds, check_text
+from mainspring.mailbox.message import CancelOutcome, MessagePlace, MessageQuery
+from mainspring.mailbox.records import CHAIN, RESULT, RecordWrite
+from mainspring.validation import Seconds, as_seconds, is_whole
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+    from mainspring.mailbox.mailbox import Mailbox
+    from mainspring.mailbox.records import Record
+
+States: TypeAlias = "JobState | str | Iterable[JobState | str]"
+"""One state of a job, or several, each as a :class:`JobState` or its text."""
+
+PAGE: Final = 500
+"""The most jobs that are read at once."""
+LONGEST_AGO: Final = 1e10
+"""The most seconds before now that a filter takes: three centuries."""
+
+UNFINISHED: Final = frozenset({JobState.SCHEDULED, JobState.PENDING, JobState.RUNNING})
+DEAD: Final = "dead"
+_PLACES: Final = {
+    MessagePlace.DELAYED: {JobState.SCHEDULED},
+    MessagePlace.PENDING: {JobState.PENDING},
+    MessagePlace.IN_FLIGHT: {JobState.RUNNING},
+    DEAD: {JobState.DEAD, JobState.EXPIRED},
+    RESULT: {JobState.DONE, JobState.FAILED, JobState.CANCELLED},
+    CHAIN: {JobState.RUNNING, JobState.DONE, JobState.CANCELLED},
+}
+"""Which states the jobs of each place have, in the order of a list."""
+_IN_ORDER: Final = tuple(_PLACES)
+
+
+@dataclass(frozen=True, slots=True)
+class JobFilter:
+    """Which jobs are meant: those that fit all of these; None fits all."""
+
+    states: frozenset[JobState]
+    task: str | None
+    key: str | None
+    since: float | None
+    until: float | None
+    search: str | None
+
+    @classmethod
+    def of(
+        cls,
+        call: str,
+        state: States | None,
+        task: str | None,
+        key: str | None,
+        since: datetime | Seconds | None,
+        older_than: datetime | Seconds | None,
+        search: str | None,
+    ) -> Self:
+        """Return the filter that the parameters of ``call`` say.
+
+        :raises InvalidParameterError: one cannot be used.
+        """
+        for name, text in (("task", task), ("key", key), ("search", search)):
+            if text is not None and not (isinstance(text, str) and text):
+                raise InvalidParameterError(
+                    f"{call}: {name} must be a text of at least one character, or None, not {text!r:.100}"
+                )
+            if text is not None:
+                check_text(f"{call}: {name}", text)
+        first, last = _instant(f"{call}: since", since), _instant(f"{call}: older_than", older_than)
+        if first is not None and last is not None and last < first:
+            raise InvalidParameterError(f"{call}: since must be before older_than: no time is between them")
+        found = frozenset(JobState) if state is None else _states(call, state)
+        return cls(found, task, key, first, last, None if search is None else search.casefold())
+
+    def fits(self, found: _Found) -> bool:
+        """True if a job that was read is meant."""
+        job = found.job
+        date = job.enqueued_at or job.finished_at
+        sent = date.timestamp() if date else 0.0
+        return (
+            job.state in self.states
+            and (self.task is None or found.is_of_task or job.task == self.task)
+            and (self.key is None or job.key == self.key)
+            and (self.since is None or sent >= self.since)
+            and (self.until is None or sent <= self.until)
+            and (self.search is None or any(self.search in text.casefold() for text in found.texts()))
+        )
+
+    def is_found_by_store(self, place: str) -> bool:
+        """True if all jobs that the store lists for this filter fit, so that no more need be read than are wanted."""
+        if self.until is not None or self.search is not None:
+            return False
+        narrowed = self.task is not None or self.key is not None or self.since is not None
+        return place in tuple(MessagePlace) or (not narrowed and _PLACES[place] <= self.states)
+
+
+def _states(call: str, given: States) -> frozenset[JobState]:
+    try:
+        found = frozenset(JobState(each) for each in ([given] if isinstance(given, str) else given))
+    except (TypeError, ValueError):
+        found = frozenset()
+    if not found:
+        raise InvalidParameterError(
+            f"{call}: state must be one or several of {', '.join(JobState)}, or None, not {given!r:.100}"
+        )
+    return found
+
+
+def _instant(what: str, given: datetime | Seconds | None) -> float | None:
+    """Return the POSIX seconds of a date, or of a time before now."""
+    if given is None:
+        return None
+    if isinstance(given, datetime):
+        if given.utcoffset() is None:
+            raise InvalidParameterError(f"{what} must be a datetime with a time zone, or seconds ago, not {given!r}")
+        return given.timestamp()
+    ago = as_seconds(given)
+    check_seconds(what, ago, LONGEST_AGO)
+    return clock.utc_now().timestamp() - ago
+
+
+class _Found(NamedTuple):
+    """A job that was read. ``is_of_task`` says that the store has found it by its task."""
+
+    job: JobStatus
+    body: Any = b""
+    is_of_task: bool = False
+    after: str | None = None
+    """Where a page begins behind it, if the store can tell."""
+
+    def texts(self) -> Iterable[str]:
+        job = self.job
+        yield from (text for text in (job.id, job.task, job.key, job.last_error) if text)
+        body = self.body
+        yield repr(body.body) if isinstance(body, Unserialized) else body.decode(errors="replace")
+
+
+class _JobPage(NamedTuple):
+    jobs: list[_Found]
+    after: str | None
+    """Where the next page of the place begins; None: this is the last."""
+
+
+class _Position(NamedTuple):
+    """Behind which job a list goes on: in which place, where its page begins there, and behind which id of the page."""
+
+    place: str
+    after: str | None = None
+    job_id: str | None = None
+
+    def __str__(self) -> str:
+        return urlsafe_b64encode(json.dumps(self, separators=(",", ":")).encode()).decode().rstrip("=")
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        """Return the position that :attr:`JobStatus.position` says."""
+        try:
+            place, after, job_id = json.loads(urlsafe_b64decode(text + "=" * (-len(text) % 4)))
+            if place in _PLACES and all(each is None or isinstance(each, str) for each in (after, job_id)):
+                return cls(place, after, job_id)
+        except (TypeError, ValueError):
+            pass
+        raise InvalidParameterError(
+            f"jobs: after must be the position of a job that was listed (JobStatus.position), not {text!r:.100}"
+        )
+
+
+class JobList:
+    """What :meth:`Mailbox.jobs` returns: an async iterator of :class:`JobStatus`. Each step may ask the store for a page.
+
+    It is begun once, and holds nothing of the store: it can be left at any time. A step that raises or is cancelled can be
+    made again.
+    """
+
+    def __init__(
+        self,
+        mailbox: Mailbox[Any, Any],
+        which: JobFilter,
+        limit: int | None = None,
+        after: str | None = None,
+        *,
+        chains: bool = True,
+    ) -> None:
+        if limit is not None and not is_whole(limit, 1):
+            raise InvalidParameterError(f"jobs: limit must be a whole number from 1, or None, not {limit!r:.100}")
+        self._mailbox = mailbox
+        self._which = which
+        self._left = limit
+        self._at = _Position(_IN_ORDER[0]) if after is None else _Position.read(after)
+        left_out = {RESULT, CHAIN} if not mailbox.capabilities.records else set() if chains else {CHAIN}
+        behind = _IN_ORDER[_IN_ORDER.index(self._at.place) :]
+        self._places = [place for place in behind if _PLACES[place] & which.states and place not in left_out]
+        self._held: list[JobStatus] = []
+        self._ready: list[JobStatus] = []
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> JobStatus:
+        if not self._ready:
+            self._ready = (await self.batch())[::-1]
+            if not self._ready:
+                raise StopAsyncIteration
+        return self._ready.pop()
+
+    async def batch(self) -> list[JobStatus]:
+        """Return the next jobs, or none at the end."""
+        self._mailbox.check_open()
+        while True:
+            page = await self._page()
+            ready, self._held = self._held + page[:-1], page[-1:]
+            if ready or not self._held:
+                return ready
+
+    async def _page(self) -> list[JobStatus]:
+        """Return the jobs of the next page that has some which fit, or none at the end."""
+        while self._places and self._left != 0:
+            place = self._places[0]
+            at = self._at if self._at.place == place else _Position(place)
+            page = await self._read(place, self._size(at), at.after)
+            ids = [each.job.id for each in page.jobs]
+            behind = ids.index(at.job_id) + 1 if at.job_id in ids else 0
+            found = [_placed(each, page, at) for each in page.jobs[behind:] if self._which.fits(each)]
+            found = await with_progress(self._mailbox.backend, found[: self._left])
+            if page.after is None:
+                self._places = self._places[1:]
+            self._at = _Position(place, page.after)
+            if self._left is not None:
+                self._left -= len(found)
+            if found:
+                return found
+        return []
+
+    def _size(self, at: _Position) -> int:
+        """Return how many jobs to read: no more than are wanted, where each job that is read is one of them."""
+        if self._left is None or at.job_id is not None or not self._which.is_found_by_store(at.place):
+            return PAGE
+        return min(PAGE, self._left)
+
+    async def _read(self, place: str, size: int, after: str | None) -> _JobPage:
+        backend = self._mailbox.backend
+        if place in (RESULT, CHAIN):
+            records = await backend.list_records(place, size, after)
+            of = status_of_chain if place == CHAIN else _status_of_result
+            jobs = [_Found(of(record), after=record.key) for record in records]
+            return _JobPage(jobs, records[-1].key if len(records) == size else None)
+        if place == DEAD:
+            return await self._read_dead(size, after)
+        task_of, task = self._mailbox.codec.task_of, self._which.task
+        query = MessageQuery(MessagePlace(place), size, after, task, self._which.key, self._which.since)
+        messages, more = await backend.list_messages(query)
+        jobs = [
+            _Found(status_of_unfinished(each, task_of(each.message.body) or task), each.message.body, task is not None)
+            for each in messages
+        ]
+        return _JobPage(jobs, more)
+
+    async def _read_dead(self, size: int, after: str | None) -> _JobPage:
+        """Read dead letters. ``after`` says the date of the last one and its id: it may have been replayed since."""
+        backend, task_of = self._mailbox.backend, self._mailbox.codec.task_of
+        date, _, last_id = (after or "").partition(" ")
+        died = float(date or 0)
+        letters = await backend.dead_letters(size, last_id or None)
+        is_last = len(letters) < size
+        if letters and letters[0][2] < died and not await backend.find_dead_letters([last_id]):
+            while not is_last and letters[-1][2] < died:
+                letters = await backend.dead_letters(size, letters[-1][0].message_id)
+                is_last = len(letters) < size
+            letters = [letter for letter in letters if letter[2] >= died]
+        jobs = [
+            _Found(
+                status_of_dead(message, dead, at, task_of(message.body)),
+                message.body,
+                after=f"{at!r} {message.message_id}",
+            )
+            for message, dead, at in letters
+        ]
+        return _JobPage(jobs, None if is_last else jobs[-1].after)
+
+
+def _status_of_result(record: Record) -> JobStatus:
+    return outcome_of_record(record).status
+
+
+def _placed(found: _Found, page: _JobPage, at: _Position) -> JobStatus:
+    """Return a job of a page that begins at ``at``, with its position."""
+    after = page.after if found is page.jobs[-1] and page.after is not None else found.after
+    position = _Position(at.place, at.after, found.job.id) if after is None else _Position(at.place, after)
+    return replace(found.job, position=str(position))
+
+
+async def purge(mailbox: Mailbox[Any, Any], which: JobFilter) -> int:
+    """Drop the jobs that are meant; see :meth:`Mailbox.purge`. Return how many."""
+    jobs = JobList(mailbox, which, chains=False)
+    dropped = 0
+    while batch := await jobs.batch():
+        dropped += await _drop(mailbox, batch)
+    return dropped
+
+
+async def _drop(mailbox: Mailbox[Any, Any], batch: Collection[JobStatus]) -> int:
+    """Drop jobs together, as stores join such calls. Raise an error when all have ended."""
+    dropped = 0
+    errors: list[MailboxError] = []
+
+    async def drop(job: JobStatus) -> None:
+        nonlocal dropped
+        try:
+            if job.state in UNFINISHED:
+                dropped += await mailbox.cancel(job.id) is not CancelOutcome.UNKNOWN
+            else:
+                await mailbox.backend.write_record(RecordWrite(RESULT, job.id, None))
+                dropped += 1
+        except MailboxError as error:
+            errors.append(error)
+
+    dead = [job.id for job in batch if job.state in _PLACES[DEAD]]
+    async with anyio.create_task_group() as together:
+        for job in batch:
+            if job.state not in _PLACES[DEAD]:
+                together.start_soon(drop, job)
+    if errors:
+        raise errors[0]
+    return dropped + (await mailbox.backend.purge_dead_letters(dead) if dead else 0)
