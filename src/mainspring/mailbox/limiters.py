@@ -16,7 +16,8 @@ attempt and no poll.
 - A limiter that is paused gives no permit. Where limits became narrower, ready messages may have more permits than are allowed
   now. So a claim takes a ready message only if fewer are in flight (permits that are out and claimed) than its limits allow.
   Else it takes its permit back and lets it wait at its limiter. The same holds for a ready message that lacks a permit, as the
-  limits are newer than its send. A message in flight always goes on.
+  limits are newer than its send. A message in flight always goes on; one that was claimed before its task had limits is not
+  counted by them.
 - A message that keeps the permit of its key for a retry counts as unclaimed again from when it is due. It keeps it when it is
   rescheduled, and loses it when it is cancelled or has expired.
 

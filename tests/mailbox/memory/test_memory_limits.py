@@ -12,6 +12,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from mainspring.errors import ReceiptHandleExpiredError
 from mainspring.mailbox.limiters import ALL_TASKS, Blocks, LimitChange, TaskLimits
+from mainspring.mailbox.memory.limits import KEY
 from mainspring.mailbox.memory.queue import MemoryQueue, QueuedMessage
 from mainspring.mailbox.message import CancelOutcome, Dead, Envelope, Nack
 from mainspring.policies import Rate
@@ -105,9 +106,10 @@ class LimitsMachine(RuleBasedStateMachine):
         self.held |= {each.receipt_handle: each for each in claimed}
         for task, limits in self.limits.items():
             new = [each for each in claimed if each.task == task]
-            running = len(new) + sum(each.task == task for each in before)
+            counted = [each for each in before if each.task == task and each.permits]
+            running = len(new) + len(counted)
             assert not new or limits.concurrency is None or running <= limits.concurrency
-            keys = Counter(each.key for each in (*new, *(e for e in before if e.task == task)) if each.key is not None)
+            keys = Counter(each.key for each in (*new, *counted) if each.permits & KEY)
             for key in {each.key for each in new} - {None}:
                 assert limits.key_concurrency is None or keys[key] <= limits.key_concurrency
         return multiple(*claimed)
