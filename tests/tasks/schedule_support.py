@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import partial
+from functools import partial, wraps
 from random import Random
 
 import anyio
@@ -51,10 +51,10 @@ class Program:
 def virtually(test):
     """Run an async test in virtual time."""
 
+    @wraps(test)
     def run(*args, **keywords):
         run_virtual(partial(test, *args, **keywords))
 
-    run.__name__ = test.__name__
     return run
 
 

@@ -11,8 +11,8 @@ def group_of(tasks, **options):
     return LoopGroup([tasks.loop(**options)], guardian=False)
 
 
-async def until_done(mailbox, seconds=20):
+async def until_done(mailbox, seconds=20, every=0.005):
     """Wait until no message is left, in real or virtual time."""
     with anyio.fail_after(seconds):
         while (await mailbox.counts()).waiting:
-            await anyio.sleep(0.005)
+            await anyio.sleep(every)

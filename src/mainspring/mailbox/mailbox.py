@@ -370,9 +370,15 @@ class Mailbox(MailboxLifeCycle, Generic[T, R]):
 
         And what :meth:`send` raises.
         """
+        envelope = self.prepare(
+            body, delay=delay, at=at, priority=priority, headers=headers, expires_in=expires_in, deadline=deadline
+        )
+        return await self.request_prepared(envelope, timeout=timeout)
+
+    async def request_prepared(self, envelope: Envelope, *, timeout: float) -> R:
+        """Send a message from :meth:`prepare` as a request, and return the reply to it; see :meth:`request`."""
         check_seconds("request: timeout", timeout, math.inf)
-        requester, envelope = self._request(body, delay, at, priority, headers, expires_in, deadline)
-        return cast("R", await requester.request(envelope, timeout))
+        return cast("R", await self._requester(envelope).request(envelope, timeout))
 
     async def submit(
         self,
@@ -391,28 +397,19 @@ class Mailbox(MailboxLifeCycle, Generic[T, R]):
         :class:`ReplyNotAvailableError` as :meth:`request` does. Cancelled, the request may have been sent; its reply is
         dropped.
         """
-        requester, envelope = self._request(body, delay, at, priority, headers, expires_in, deadline)
-        return await requester.submit(envelope)
+        envelope = self.prepare(
+            body, delay=delay, at=at, priority=priority, headers=headers, expires_in=expires_in, deadline=deadline
+        )
+        return await self._requester(envelope).submit(envelope)
 
-    def _request(
-        self,
-        body: Any,
-        delay: Seconds,
-        at: datetime | None,
-        priority: int,
-        headers: Mapping[str, str] | None,
-        expires_in: Seconds | None,
-        deadline: Deadline | Inherited | None,
-    ) -> tuple[Requester, Envelope]:
-        self.check_open()
+    def _requester(self, envelope: Envelope) -> Requester:
+        """Return what sends a request, which is marked as one."""
         if not self.reply_routers:
             raise ReplyNotAvailableError(
                 f"no reply can come to mailbox {self.name!r} yet: open it with `async with`, or run a loop on it"
             )
-        headers = with_deadline(headers, deadline)
-        envelope = self._envelope(body, delay, at, None, None, priority, headers, expires_in)
         envelope.headers = {**envelope.headers, REPLY_ERRORS: "1"}
-        return self.reply_routers[0].requester(self), envelope
+        return self.reply_routers[0].requester(self)
 
     async def cancel(self, message_id: str) -> CancelOutcome:
         """End a message before it is done.

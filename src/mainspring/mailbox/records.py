@@ -6,10 +6,13 @@ there, and messages can be sent in one step with it. So of many workers that act
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any, Final
 
 from mainspring.errors import SerializationError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 MAX_RECORD: Final = 262_144
 """The most bytes of a record's value: what each store takes, with room for what it adds."""
@@ -64,3 +67,12 @@ def check_size(what: str, value: bytes, kind: type[SerializationError] = Seriali
         raise kind(
             f"{what} is {len(value):,} bytes of JSON, and at most {MAX_RECORD:,} are kept; keep it elsewhere, and say where"
         )
+
+
+def as_stored(said: DataclassInstance) -> dict[str, Any]:
+    """Return the fields of a dataclass as JSON data, but for those that have their defaults.
+
+    So a version without a newer field reads what does not need it.
+    """
+    data = asdict(said)
+    return {field.name: data[field.name] for field in fields(said) if data[field.name] != field.default}

@@ -150,6 +150,15 @@ class Parameters:
         bound.apply_defaults()
         return bound.arguments
 
+    def argument(self, name: str, arguments: dict[str, Any]) -> Any:
+        """Return the argument of that name, or its default.
+
+        :raises InvalidParameterError: it is missing and has none.
+        """
+        if name not in arguments and name not in self._defaults:
+            self._check_signature((), arguments)
+        return arguments[name] if name in arguments else self._defaults[name]
+
     def check_types(self) -> None:
         """Raise :class:`ConfigError` if JSON cannot hold the type of a parameter."""
         _ = self.codec

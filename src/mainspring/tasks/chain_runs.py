@@ -127,6 +127,7 @@ async def _sending(state: ChainState, pages: _GivenPages | _StoredPages) -> tupl
         envelope = Envelope(place.message_id, call.body(state.result), priority=call.priority)
         envelope.headers, envelope.expires_in = {**call.headers, CHAIN_PART: str(place)}, call.expires_in
         envelope.delay = call.delay
+        envelope.task, envelope.key, envelope.weight = call.task, call.key, call.weight
         envelopes.append(envelope)
     return after, envelopes
 

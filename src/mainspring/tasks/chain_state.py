@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Final, Self
 from mainspring.core import clock, random
 from mainspring.errors import ResultTooLargeError
 from mainspring.mailbox.limits import check_send
-from mainspring.mailbox.records import CHAIN, MAX_RECORD, RecordWrite, check_size
+from mainspring.mailbox.records import CHAIN, MAX_RECORD, RecordWrite, as_stored, check_size
 from mainspring.runtime.deadline import with_deadline
 from mainspring.tasks.calls import head
+from mainspring.tasks.keys import share_of
 from mainspring.validation import MAX_DELAY, as_seconds
 
 if TYPE_CHECKING:
@@ -67,6 +68,8 @@ class StoredCall:
     headers: dict[str, str]
     expires_in: float | None
     delay: float = 0.0
+    key: str | None = None
+    weight: float = 1.0
 
     @classmethod
     def of(cls, call: OutgoingCall) -> StoredCall:
@@ -82,7 +85,8 @@ class StoredCall:
         expiry = None if how.expires_in is None else float(as_seconds(how.expires_in))
         delay = as_seconds(how.delay)
         check_send(delay, None, how.priority, headers, expiry)
-        return cls(task.name, given.decode(), into, how.priority, dict(headers), expiry, float(delay))
+        share = share_of(task, call.arguments) if task.has_key else ()
+        return cls(task.name, given.decode(), into, how.priority, dict(headers), expiry, float(delay), *share)
 
     def body(self, result: bytes) -> bytes:
         """Return the JSON of the message, with the ``result`` (JSON) of the stage before."""
@@ -101,7 +105,7 @@ def pages_of(chain_id: str, stages: Sequence[Sequence[OutgoingCall]]) -> tuple[l
     writes: list[RecordWrite] = []
     sizes: list[int] = []
     for number, stage in enumerate(stages):
-        calls = [json.dumps(vars(StoredCall.of(call))).encode() for call in stage]
+        calls = [json.dumps(as_stored(StoredCall.of(call))).encode() for call in stage]
         sizes.append(size := _page_size(calls))
         for page, first in enumerate(range(0, len(calls), size)):
             value = _page(calls[first : first + size])

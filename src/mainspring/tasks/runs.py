@@ -13,6 +13,7 @@ from mainspring.mailbox.records import CHAIN_PART
 from mainspring.tasks.batches import CallBatches, OpenBatches
 from mainspring.tasks.calls import TaskCall
 from mainspring.tasks.chain_runs import Recordings, chain_step
+from mainspring.tasks.limits import declare
 from mainspring.tasks.unique import latest_call
 from mainspring.worker.handler import Handler, Handlers, as_coroutine_function
 from mainspring.worker.middleware import wrappers_of
@@ -75,7 +76,7 @@ class Pools:
         """In which batches run, for as long as the loop does."""
 
     async def __aenter__(self) -> Self:
-        """Import the modules of tasks, and open the pools of the tasks that are registered by then.
+        """Import the modules of tasks, declare the limits of those that are registered by then, and open their pools.
 
         :raises ConfigError: a module cannot be imported, a function cannot run where its task says, or JSON cannot hold the
             type of a parameter.
@@ -83,6 +84,7 @@ class Pools:
         self._tasks.import_modules()
         for task in self._tasks.registered.values():
             task.parameters.check_types()
+        await declare(self._tasks)
         pools = {task.name: self._pool_of(task) for task in self._tasks.registered.values() if not task.is_async}
         async with AsyncExitStack() as opened:
             for pool in dict.fromkeys(pools.values()):

@@ -10,6 +10,7 @@ from mainspring.errors import ConfigError, UnknownTaskError
 from mainspring.mailbox.message import Envelope
 from mainspring.mailbox.records import check_size
 from mainspring.tasks.calls import OutgoingCall, TaskCall, head
+from mainspring.tasks.keys import share_of
 from mainspring.tasks.schedules import Definition, ScheduleState, date_of, delay_of_tick
 from mainspring.tasks.task import SendOptions, Task
 from mainspring.validation import as_seconds
@@ -59,6 +60,7 @@ def definition_of(schedule: Schedule, tasks: Tasks) -> Definition:
         how.own_headers,
         as_seconds(how.expires_in),
         task.dedup_key_of(TaskCall(task, arguments)),
+        *share_of(task, arguments),
     )
     written = ScheduleState(definition, 0.0, stated_by="").write()
     check_size(f"schedule {schedule.name!r}", written + bytes(ROOM))
@@ -115,6 +117,8 @@ def _as_sent(
         headers=headers,
         expires_in=definition.expires_in,
         dedup_key=definition.dedup_key,
+        key=definition.key,
+        weight=definition.weight,
         deadline=None,
     )
     return task.sent_as(how), task.parameters.codec.decode(json.dumps(definition.args).encode())
@@ -127,7 +131,7 @@ def unchecked_call_of(name: str, definition: Definition, tasks: Tasks, tick: flo
     body = raw if mailbox.serializes else mailbox.codec.unserialized(mailbox.codec.decode(raw))
     return Envelope(
         mailbox.new_id(), body, 0.0, None, definition.dedup_key, definition.priority,
-        _headers(name, definition, tick), definition.expires_in,
+        _headers(name, definition, tick), definition.expires_in, definition.task, definition.key, definition.weight,
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 from mainspring.core import clock
 from mainspring.errors import ConfigError, SerializationError
 from mainspring.mailbox.limits import is_text
+from mainspring.mailbox.records import as_stored
 from mainspring.tasks.schedule_times import Times, check_cron
 from mainspring.tasks.task import Task
 from mainspring.validation import MAX_DELAY, as_seconds, is_number, is_whole
@@ -169,6 +170,8 @@ class Definition:
     headers: dict[str, str] = field(default_factory=dict)
     expires_in: float | None = None
     dedup_key: str | None = None
+    key: str | None = None
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +188,7 @@ class ScheduleState:
 
     def write(self) -> bytes:
         """Return it as JSON."""
-        return json.dumps(asdict(self), separators=(",", ":")).encode()
+        return json.dumps({**asdict(self), "definition": as_stored(self.definition)}, separators=(",", ":")).encode()
 
 
 def read_state(raw: bytes) -> ScheduleState:
@@ -203,7 +206,7 @@ def read_state(raw: bytes) -> ScheduleState:
 
 def digest_of(definitions: Mapping[str, Definition]) -> str:
     """Return the name of this set of declared definitions."""
-    written = json.dumps({name: asdict(each) for name, each in definitions.items()}, sort_keys=True)
+    written = json.dumps({name: as_stored(each) for name, each in definitions.items()}, sort_keys=True)
     return hashlib.sha256(written.encode()).hexdigest()[:32]
 
 

@@ -20,6 +20,8 @@ from mainspring.runtime.deadline import inherited
 from mainspring.tasks.calls import OutgoingCall, Parameters, TaskCall, head
 from mainspring.tasks.chains import Chain, together
 from mainspring.tasks.job import Job
+from mainspring.tasks.keys import check_number, is_known_by, share_of
+from mainspring.tasks.limits import UNLIMITED, check_limited, needs_key
 from mainspring.tasks.unique import DEBOUNCE_KEY, check_unique, key_of, send_debounced, send_once
 from mainspring.validation import MAX_DELAY, as_seconds
 from mainspring.worker.middleware import overriding
@@ -28,11 +30,13 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
     from datetime import datetime
 
+    from mainspring.mailbox.limiters import TaskLimits
     from mainspring.offload.pool import OffloadPool
     from mainspring.policies import DeadLetterPolicy, RetryPolicy
     from mainspring.runtime.deadline import Deadline, Inherited
+    from mainspring.tasks.keys import Key, Weight
     from mainspring.tasks.tasks import Tasks
-    from mainspring.tasks.unique import Debounce, Key, Unique
+    from mainspring.tasks.unique import Debounce, Unique
     from mainspring.validation import Seconds
     from mainspring.worker.middleware import Middleware
 
@@ -59,6 +63,8 @@ class TaskOptions:
     batch: int | None = None
     batch_wait: float = BATCH_WAIT
     key: Key | None = None
+    weight: Weight | None = None
+    limits: TaskLimits = UNLIMITED
     debounce: Debounce | None = None
 
 
@@ -74,12 +80,15 @@ class SendOptions:
     deadline: Deadline | Inherited | None = "inherit"
     dedup_key: str | None = None
     key: str | None = None
+    weight: float | None = None
     unique: Unique = False
     result_ttl: Seconds = 0
     connection: Any = None
 
     def __post_init__(self) -> None:
         check_unique(self.unique)
+        if self.weight is not None:
+            check_number("weight", self.weight)
         check_seconds("result_ttl", as_seconds(self.result_ttl), MAX_DELAY)
 
     @property
@@ -118,6 +127,8 @@ class Task(Generic[P, R]):
         self.handling = options
         self.stands_for_key = options.debounce is not None or not isinstance(sending.unique, bool)
         """True if a record says which call stands for a key."""
+        self.has_key = sending.key is not None or options.key is not None
+        """True if its calls have a key, and so a share and the limits of it."""
         self._check_capabilities(sending)
         self.sending = USUAL if sending == USUAL else sending
         self._headers = sending.own_headers
@@ -156,6 +167,7 @@ class Task(Generic[P, R]):
         deadline: Deadline | Inherited | None = "inherit",
         dedup_key: str | None = None,
         key: str | None = None,
+        weight: float | None = None,
         unique: Unique | None = None,
         result_ttl: Seconds | None = None,
         connection: Any = None,
@@ -169,7 +181,8 @@ class Task(Generic[P, R]):
         :param expires_in: seconds, or a timedelta, after which it goes to the dead letters, unless a worker holds it.
         :param deadline: the instant by which it must be done; by default that of the code that sends it.
         :param dedup_key: while a call with this key is unfinished, another one is not sent: ``job.new`` is False then.
-        :param key: what ``unique`` and ``debounce`` go by, instead of what the task says.
+        :param key: its key, 1 to 512 characters, instead of what the task says.
+        :param weight: its weight, 0.01 to 100, instead of what the task says.
         :param unique: for how long a second call with the same key is not sent, as for :meth:`Tasks.task`.
         :param result_ttl: seconds, or a timedelta (0 to 366 days), for which the end of the call is kept, for
             :meth:`Job.result` and :meth:`Job.status`; 0: it is not.
@@ -177,12 +190,18 @@ class Task(Generic[P, R]):
         """
         given: dict[str, Any] = {
             "delay": delay, "at": at, "priority": priority, "headers": headers, "expires_in": expires_in,
-            "dedup_key": dedup_key, "key": key, "unique": unique, "result_ttl": result_ttl, "connection": connection,
+            "dedup_key": dedup_key, "key": key, "weight": weight, "unique": unique, "result_ttl": result_ttl,
+            "connection": connection,
         }  # fmt: skip
         changed = {name: value for name, value in given.items() if value is not None}
         if deadline != "inherit":
             changed["deadline"] = deadline
-        return self.sent_as(replace(self.sending, **changed))
+        changed_task = self.sent_as(replace(self.sending, **changed))
+        if weight is not None:
+            check_limited(f"task {self.name}: weight", self.tasks.mailbox)
+            if not changed_task.has_key:
+                raise needs_key(self.name, "weight")
+        return changed_task
 
     def sent_as(self, sending: SendOptions) -> Task[P, R]:
         """Return the same task, sent in that way."""
@@ -221,12 +240,11 @@ class Task(Generic[P, R]):
         """
         call = OutgoingCall(self, self.parameters.bind(args, keywords), self._headers)
         async with self.entered([call]):
-            body, options = TaskCall(self, call.arguments), self._asked()
+            self._check_request()
+            envelope = self._prepare(call.arguments, call.headers)
             if (recording := self.tasks.recording) is not None:
-                return cast("R", await recording.request(self, call, self._prepare(call.arguments, call.headers)))
-            return self._result(
-                await self.tasks.mailbox.request(body, timeout=timeout, headers=call.headers, **options)
-            )
+                return cast("R", await recording.request(self, call, envelope))
+            return self._result(await self.tasks.mailbox.request_prepared(envelope, timeout=timeout))
 
     @property
     def sync(self) -> SyncTask[P, R]:
@@ -262,6 +280,11 @@ class Task(Generic[P, R]):
         missing = self.parameters.missing(arguments)
         if missing is not None and not takes_result:
             raise InvalidParameterError(f"task {self.name}: {missing} is missing, and no result before gives it")
+        if self.has_key and not is_known_by(self, arguments):
+            raise ConfigError(
+                f"task {self.name}: the key or the weight of a call in a chain cannot follow from a result; give both to"
+                " options(key=, weight=)"
+            )
 
     # -------------------------------------------------------------------------------------------------- what is sent
 
@@ -280,9 +303,17 @@ class Task(Generic[P, R]):
         """Return the message of a call, checked and encoded."""
         how, mailbox = self.sending, self.tasks.mailbox
         if how is USUAL and not headers and mailbox.serializes and inherited() is None:  # without what it does not need
-            return Envelope(mailbox.new_id(), self.encode(arguments))
-        call = TaskCall(self, arguments)
-        return mailbox.prepare(
+            envelope = Envelope(mailbox.new_id(), self.encode(arguments))
+        else:
+            envelope = self._prepare_with_options(TaskCall(self, arguments), headers)
+        envelope.task = self.name
+        if self.has_key:
+            envelope.key, envelope.weight = share_of(self, arguments)
+        return envelope
+
+    def _prepare_with_options(self, call: TaskCall, headers: Mapping[str, str] | None) -> Envelope:
+        how = self.sending
+        return self.tasks.mailbox.prepare(
             call,
             delay=how.delay,
             at=how.at,
@@ -390,18 +421,13 @@ class Task(Generic[P, R]):
                 f" {expires_in:g} s; let expires_in be longer, or write debounce=(seconds, most seconds)"
             )
 
-    def _asked(self) -> dict[str, Any]:
-        """Return the options of a request."""
+    def _check_request(self) -> None:
         how = self.sending
         if how.unique or how.dedup_key is not None or how.connection is not None or self.handling.debounce is not None:
             raise ConfigError(
                 f"task {self.name}: a request takes no unique, debounce, dedup_key or connection, as its result goes to one"
                 " requester"
             )
-        return {
-            "delay": how.delay, "at": how.at, "priority": how.priority, "expires_in": how.expires_in,
-            "deadline": how.deadline,
-        }  # fmt: skip
 
     def _result(self, reply: Any) -> R:
         """Return a reply, which came as JSON data, as what the function returns."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import sys
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Protocol, Self, TypeVar, overload
 
@@ -17,9 +19,11 @@ from mainspring.mailbox.open import open_mailbox
 from mainspring.tasks.batches import check_batch
 from mainspring.tasks.calls import CallCodec, Parameters
 from mainspring.tasks.job import Job
+from mainspring.tasks.keys import check_key, check_weight
+from mainspring.tasks.limits import LimitOptions, check_concurrency, check_limited
 from mainspring.tasks.runs import TaskHandlers
 from mainspring.tasks.task import BATCH_WAIT, SendOptions, Task, TaskOptions
-from mainspring.tasks.unique import Debounce, check_key
+from mainspring.tasks.unique import Debounce
 from mainspring.validation import as_seconds
 from mainspring.worker.handler import check_offload
 from mainspring.worker.main_loop import MainLoop, check_handling
@@ -32,12 +36,14 @@ if TYPE_CHECKING:
 
     from mainspring.mailbox.sync import SyncMailbox
     from mainspring.offload.pool import OffloadPool
-    from mainspring.policies import DeadLetterPolicy, LeasePolicy, RetryPolicy
+    from mainspring.policies import DeadLetterPolicy, LeasePolicy, Rate, RetryPolicy
     from mainspring.tasks.chain_runs import ChainJob
+    from mainspring.tasks.keys import Key, Weight
+    from mainspring.tasks.limits import Ordered
     from mainspring.tasks.recording import Recording, SentCalls
     from mainspring.tasks.schedule_verbs import Schedules
     from mainspring.tasks.schedules import Misfire, Schedule
-    from mainspring.tasks.unique import Key, Unique
+    from mainspring.tasks.unique import Unique
     from mainspring.validation import Seconds
     from mainspring.worker.context import Context
     from mainspring.worker.middleware import Middleware
@@ -87,6 +93,8 @@ class Tasks:
     :param middleware: what runs around each send and each run of its tasks, the outermost first.
     :param modules: modules that register tasks, as ``["app.emails"]``: a loop imports them as it starts, so that a worker has
         all tasks whatever its own module imports.
+    :param max_concurrency: how many messages of the mailbox are in flight at once in the whole fleet; None: as many as its
+        loops take.
     :raises ConfigError: the URL cannot be used, or the mailbox has a type of bodies.
     """
 
@@ -99,6 +107,7 @@ class Tasks:
         dead_letter: DeadLetterPolicy | None = None,
         middleware: Sequence[Middleware] = (),
         modules: Sequence[str] = (),
+        max_concurrency: int | None = None,
     ) -> None:
         if isinstance(modules, str) or not all(isinstance(module, str) for module in modules):
             raise ConfigError(
@@ -116,6 +125,10 @@ class Tasks:
             mailbox = open_mailbox(mailbox)
         if not isinstance(mailbox, Mailbox):
             raise ConfigError(f"Tasks: give a mailbox URL or a Mailbox (see open_mailbox), not {mailbox!r}")
+        check_concurrency("Tasks: max_concurrency", max_concurrency)
+        if max_concurrency is not None:
+            check_limited("Tasks: max_concurrency", mailbox)
+        self.max_concurrency = max_concurrency
         mailbox.bind(body=CallCodec(self.registered))
         self.mailbox: Mailbox[Any, Any] = mailbox
         """Where the calls are. Its bodies are calls of tasks."""
@@ -148,7 +161,13 @@ class Tasks:
         dead_letter: DeadLetterPolicy | None = None,
         timeout: float | None = None,
         priority: int = 0,
+        rate: Rate | str | None = None,
+        concurrency: int | None = None,
         key: Key | None = None,
+        key_rate: Rate | str | None = None,
+        key_concurrency: int | None = None,
+        ordered: Ordered = False,
+        weight: Weight | None = None,
         unique: Unique = False,
         debounce: Seconds | tuple[Seconds, Seconds] | None = None,
         result_ttl: Seconds = 0,
@@ -168,7 +187,13 @@ class Tasks:
         dead_letter: DeadLetterPolicy | None = None,
         timeout: float | None = None,
         priority: int = 0,
+        rate: Rate | str | None = None,
+        concurrency: int | None = None,
         key: Key | None = None,
+        key_rate: Rate | str | None = None,
+        key_concurrency: int | None = None,
+        ordered: Ordered = False,
+        weight: Weight | None = None,
         unique: Unique = False,
         debounce: Seconds | tuple[Seconds, Seconds] | None = None,
         result_ttl: Seconds = 0,
@@ -178,25 +203,15 @@ class Tasks:
     ) -> _BatchDecorator: ...
 
     def task(
-        self,
-        fn: Callable[..., Any] | None = None,
-        /,
-        *,
-        name: str | None = None,
-        retry: RetryPolicy | None = None,
-        dead_letter: DeadLetterPolicy | None = None,
-        timeout: float | None = None,
-        priority: int = 0,
-        key: Key | None = None,
-        unique: Unique = False,
-        debounce: Seconds | tuple[Seconds, Seconds] | None = None,
-        result_ttl: Seconds = 0,
-        expires_in: Seconds | None = None,
-        offload: Literal["thread", "process"] | OffloadPool | None = None,
-        middleware: Sequence[Middleware] = (),
-        batch: int | None = None,
-        batch_wait: float = BATCH_WAIT,
-    ) -> Any:
+        self, fn: Callable[..., Any] | None = None, /, *, name: str | None = None, retry: RetryPolicy | None = None,
+        dead_letter: DeadLetterPolicy | None = None, timeout: float | None = None, priority: int = 0,
+        rate: Rate | str | None = None, concurrency: int | None = None, key: Key | None = None,
+        key_rate: Rate | str | None = None, key_concurrency: int | None = None, ordered: Ordered = False,
+        weight: Weight | None = None, unique: Unique = False, debounce: Seconds | tuple[Seconds, Seconds] | None = None,
+        result_ttl: Seconds = 0, expires_in: Seconds | None = None,
+        offload: Literal["thread", "process"] | OffloadPool | None = None, middleware: Sequence[Middleware] = (),
+        batch: int | None = None, batch_wait: float = BATCH_WAIT,
+    ) -> Any:  # fmt: skip
         """Register a function: ``@tasks.task``, or ``@tasks.task(timeout=60)``. Return it as a :class:`Task`.
 
         An ``async def`` runs on the worker's event loop, a plain ``def`` in a thread of its worker. Its parameters are
@@ -208,8 +223,16 @@ class Tasks:
         :param dead_letter: when a call is given up.
         :param timeout: seconds after which the function is cancelled, as a failed attempt.
         :param priority: of its calls: higher is begun sooner.
-        :param key: what makes two calls the same for ``unique`` and ``debounce``: the name of a parameter, or a function of the
-            arguments. By default all arguments do.
+        :param rate: how many calls may begin in a time, in the whole fleet: a text as ``"100/m"``, or a :class:`Rate`.
+        :param concurrency: how many calls run at once in the whole fleet.
+        :param key: the key of a call: the name of a parameter, or a function of the arguments. Keys take turns, and the
+            options below go by it. So do ``unique`` and ``debounce``, which go by all arguments without it.
+        :param key_rate: how many calls of each key may begin in a time.
+        :param key_concurrency: how many calls of each key run at once.
+        :param ordered: True or ``"retry"``: of each key one call runs at once, in the order of the sends, and a call that waits
+            for its next attempt holds up the later ones. ``"running"``: only a running call does. ``"dead"``: a dead
+            letter does, too, until it is replayed and done, or purged.
+        :param weight: how many calls of a key come in turn for one of weight 1: 0.01 to 100; or as ``key``, by the arguments.
         :param unique: a second call with the same key is not sent, and its job is that of the first: True: while the first is
             unfinished; ``"pending"``: until the first has begun; seconds, or a timedelta: for that long after its send.
         :param debounce: seconds, or a timedelta, for which a call waits. If another with its key is sent meanwhile, it waits
@@ -227,20 +250,21 @@ class Tasks:
         """
         caller = sys._getframe(1)  # noqa: SLF001 - annotations may name classes local to the calling function
         names = {**caller.f_globals, **caller.f_locals}
-        around = checked(middleware, "task")
+        around, debounced = checked(middleware, "task"), Debounce.of(name or "", debounce)
         handling = TaskOptions(
-            retry, dead_letter, timeout, offload, around, batch, batch_wait, key, Debounce.of(name or "", debounce)
+            retry, dead_letter, timeout, offload, around, batch, batch_wait, key, weight, debounce=debounced
         )
+        limits = LimitOptions(rate, concurrency, key_rate, key_concurrency, ordered, weight)
         sending = SendOptions(priority=priority, unique=unique, result_ttl=result_ttl, expires_in=expires_in)
-        if fn is not None:
-            return self._register(fn, name, handling, sending, names)
-        return lambda function: self._register(function, name, handling, sending, names)
+        register = partial(self._register, name=name, handling=handling, limits=limits, sending=sending, names=names)
+        return register if fn is None else register(fn)
 
     def _register(
         self,
         fn: Callable[..., Any],
         name: str | None,
         handling: TaskOptions,
+        limits: LimitOptions,
         sending: SendOptions,
         names: dict[str, Any],
     ) -> Task[..., Any]:
@@ -267,6 +291,8 @@ class Tasks:
         check_batch(name, handling.batch, handling.batch_wait)
         parameters = Parameters(name, fn, names, is_batch=handling.batch is not None)
         check_key(name, handling.key, parameters.names)
+        check_weight(name, handling.weight, parameters.names)
+        handling = replace(handling, limits=limits.checked(name, handling.key, self.mailbox))
         task: Task[..., Any] = Task(self, name, fn, parameters, handling, sending)
         check_offload(f"task {name}", handling.offload, is_async=task.is_async)
         self.registered[name] = task

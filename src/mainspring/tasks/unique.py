@@ -12,21 +12,21 @@ meanwhile. Else the message comes again. A crash in between means one more run, 
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from mainspring.core import clock
 from mainspring.errors import ConfigError, InvalidParameterError, Retry
-from mainspring.mailbox.limits import check_seconds, is_name
+from mainspring.mailbox.limits import check_seconds
 from mainspring.mailbox.message import MessagePlace, header_of
 from mainspring.mailbox.records import RecordWrite, check_size
+from mainspring.tasks.keys import given_key
 from mainspring.validation import MAX_DELAY, Seconds, as_seconds
 from mainspring.worker.delivery import ALREADY_DONE
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable
 
     from mainspring.mailbox.backend import Backend
     from mainspring.mailbox.message import Envelope, Message
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 Unique: TypeAlias = "bool | Literal['pending'] | Seconds"
 """For how long a second call with the same key is not sent: see :meth:`Tasks.task`."""
-Key: TypeAlias = "str | Callable[..., str]"
-"""A parameter's name, or a function of a call's arguments."""
 
 UNIQUE: Final = "unique"
 """The kind of the record that names the job that stands for a key."""
@@ -45,8 +43,6 @@ DEBOUNCE: Final = "debounce"
 """The kind of the record that holds the latest call of a key."""
 DEBOUNCE_KEY: Final = "mainspring-debounce"
 """The header of a message that runs the latest call of the key which it says."""
-LONGEST_KEY = 512
-"""The most characters of a key."""
 PENDING: Final = "pending"
 RECORD_LIFE = 30 * 86_400.0
 """Seconds that the record of a pending call is kept after the last send: a call that waits longer than that is no longer known
@@ -94,45 +90,18 @@ class Debounce:
         return cls(float(wait), float(most))
 
 
-def check_key(name: str, key: Any, parameters: Sequence[str]) -> None:
-    """Raise :class:`ConfigError` unless ``key`` is None, the name of one of these parameters, or a function."""
-    if key is None or key in parameters or (callable(key) and not inspect.iscoroutinefunction(key)):
-        return
-    raise ConfigError(
-        f"task {name}: key must be the name of a parameter ({', '.join(parameters)}) or a plain function of the"
-        f" arguments, not {key!r}"
-    )
-
-
 def key_of(task: Task[..., Any], call: TaskCall) -> str:
     """Return what makes two calls the same: the key that was given, that of the task, or the task with all its arguments.
 
     :raises InvalidParameterError: the key is no text of 1 to 512 characters.
     """
-    if task.sending.key is not None:
-        return _named(task, task.sending.key)
-    key = task.handling.key
+    key = given_key(task, call.arguments)
     if key is not None:
-        arguments = task.parameters.with_defaults(call.arguments)
-        return _named(task, key(**arguments) if callable(key) else arguments[key])
+        return f"{task.name}:{key}"
     task.parameters.check(call.arguments)
     arguments = json.loads(task.parameters.encode(task.parameters.without_defaults(call.arguments)))
     in_one_order = json.dumps(arguments, sort_keys=True).encode()
     return f"{task.name}:{hashlib.sha256(in_one_order).hexdigest()}"
-
-
-def _named(task: Task[..., Any], key: Any) -> str:
-    key = str(key) if isinstance(key, int) and not isinstance(key, bool) else key
-    if not isinstance(key, str) or not 0 < len(key) <= LONGEST_KEY:
-        shown = f"{len(key):,} characters" if isinstance(key, str) and key else f"{key!r:.100}"
-        raise InvalidParameterError(
-            f"task {task.name}: a key must be a text of 1 to {LONGEST_KEY} characters, not {shown}"
-        )
-    if not is_name(key):
-        raise InvalidParameterError(
-            f"task {task.name}: a key must be text that UTF-8 can hold, without NUL characters, not {key!r:.100}"
-        )
-    return f"{task.name}:{key}"
 
 
 # ----------------------------------------------------------------------------------------------------------- sending

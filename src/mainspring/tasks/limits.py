@@ -1,0 +1,116 @@
+"""The limits of tasks: what ``@tasks.task`` says, and the declaration of it in the store.
+
+The store keeps the limits, and decides by them which message may be claimed (:mod:`mainspring.mailbox.limiters`). Each loop
+declares those of its tasks as it starts, before its first claim. Where two versions of a program run, the limits of the loop
+that started last hold. A sender declares nothing: a limit holds for messages that were sent before it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from mainspring.errors import ConfigError
+from mainspring.mailbox.limiters import ALL_TASKS, Blocks, LimitChange, TaskLimits
+from mainspring.policies import Rate
+from mainspring.validation import is_whole
+
+if TYPE_CHECKING:
+    from mainspring.mailbox.mailbox import Mailbox
+    from mainspring.tasks.tasks import Tasks
+
+Ordered: TypeAlias = "bool | Literal['running', 'retry', 'dead']"
+"""What holds up the later calls of a key: see :meth:`Tasks.task`."""
+
+_ORDERED = {False: None, True: Blocks.RETRY, "running": Blocks.RUNNING, "retry": Blocks.RETRY, "dead": Blocks.DEAD}
+_OF_KEYS = ("key_rate", "key_concurrency", "ordered", "weight")
+UNLIMITED = TaskLimits()
+"""The limits of a task of which nothing is said."""
+
+
+@dataclass(frozen=True)
+class LimitOptions:
+    """What was given to :meth:`Tasks.task` about limits and shares, not checked yet."""
+
+    rate: Any = None
+    concurrency: Any = None
+    key_rate: Any = None
+    key_concurrency: Any = None
+    ordered: Any = False
+
+    weight: Any = None
+
+    def checked(self, name: str, key: Any, mailbox: Mailbox[Any, Any]) -> TaskLimits:
+        """Return what they mean.
+
+        :raises ConfigError: one cannot be, needs a key and there is none, or the mailbox keeps no limits.
+        """
+        said = [field.name for field in fields(self) if getattr(self, field.name) not in (None, False)]
+        if said:
+            check_limited(f"task {name}: {said[0]}", mailbox)
+        for option in ("concurrency", "key_concurrency"):
+            check_concurrency(f"task {name}: {option}", getattr(self, option))
+        if not isinstance(self.ordered, bool | str) or self.ordered not in _ORDERED:
+            raise ConfigError(
+                f"task {name}: ordered must be True or False, 'running', 'retry' or 'dead', not {self.ordered!r}"
+            )
+        for option in said:
+            if option in _OF_KEYS and key is None:
+                raise needs_key(name, option)
+        blocks = _ORDERED[self.ordered]
+        if blocks is not None and self.key_concurrency not in (None, 1):
+            raise ConfigError(
+                f"task {name}: ordered runs one call of a key at once; leave out key_concurrency={self.key_concurrency}"
+            )
+        return TaskLimits(
+            self.concurrency,
+            _rate(f"task {name}: rate", self.rate),
+            self.key_concurrency if blocks is None else 1,
+            _rate(f"task {name}: key_rate", self.key_rate),
+            blocks or Blocks.RUNNING,
+        )
+
+
+def needs_key(name: str, option: str) -> ConfigError:
+    """Return the error for an option that says something about keys, of a task without one."""
+    return ConfigError(f"task {name}: {option} needs key=, the name of a parameter or a function of the arguments")
+
+
+def check_concurrency(what: str, concurrency: Any) -> None:
+    """Raise :class:`ConfigError` unless it is None or a whole number from 1."""
+    if concurrency is not None and not is_whole(concurrency, 1):
+        raise ConfigError(
+            f"{what} must be a whole number from 1, or None, not {concurrency!r}; pause what shall not run"
+        )
+
+
+def check_limited(what: str, mailbox: Mailbox[Any, Any]) -> None:
+    """Raise :class:`ConfigError` if the mailbox keeps no limits."""
+    if not mailbox.capabilities.limits:
+        raise ConfigError(
+            f"{what} needs a mailbox with Capabilities.limits, as memory://, sqlite://, redis:// and postgresql:// ones have"
+            f" it, not {mailbox!r}"
+        )
+
+
+def _rate(what: str, rate: Any) -> Rate | None:
+    try:
+        return None if rate is None else Rate.of(rate)
+    except ConfigError as error:
+        raise ConfigError(f"{what}: {error}") from None
+
+
+async def declare(tasks: Tasks) -> None:
+    """Let the store have the limits of the tasks that are registered. Those of other tasks stay as they are.
+
+    :raises MailboxConnectionError: the store cannot be reached.
+    """
+    backend = tasks.mailbox.backend
+    if not backend.capabilities.limits:
+        return
+    stored = {state.task: state.limits for state in await backend.limits()}
+    said = {name: task.handling.limits for name, task in tasks.registered.items()}
+    said[ALL_TASKS] = TaskLimits(concurrency=tasks.max_concurrency)
+    changes = [LimitChange(name, limits) for name, limits in said.items() if limits != stored.get(name, UNLIMITED)]
+    if changes:
+        await backend.change_limits(changes)
