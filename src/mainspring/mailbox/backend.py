@@ -364,7 +364,8 @@ class Backend(ABC):
     async def replace_body(self, message_id: str, body: Any) -> RescheduleOutcome:
         """Let a delayed or pending message have another body (as in :class:`Envelope`), in one step. Nothing else changes.
 
-        A message in flight is left as it is. ``RESCHEDULED`` says that it was done.
+        But without :attr:`Capabilities.front_return` a pending message goes to the tail. A message in flight is left as it is.
+        ``RESCHEDULED`` says that it was done.
 
         :raises ConfigError: the backend cannot (:attr:`Capabilities.edit`).
         :raises SerializationError: it is larger than the store takes; nothing was changed.

@@ -12,7 +12,7 @@ from nats_support import place
 from servers import NatsServer
 
 pytestmark = pytest.mark.anyio
-LACKING = {"front_return", "priority", "transactional_reply", "lease_ends_seen", "announces_records"}
+LACKING = {"front_return", "priority", "transactional_reply", "lease_ends_seen", "announces_records", "limits"}
 
 TIMEOUT = 30.0
 """Seconds for each call: a busy machine has those of twenty behaviours at once."""

@@ -338,33 +338,6 @@ async def test_a_message_that_is_moved_often_waits_once(here):
         assert await box.counts() == Counts(settled=1)
 
 
-async def test_a_message_that_is_claimed_as_it_is_rescheduled_comes_at_its_time(here):
-    """Its holder is told, as of a cancelled message, and can settle it no more."""
-    line = await here.line()
-    async with here.box(over=line) as box, here.box() as worker:
-        told: list[str] = []
-        worker.backend.notifications.cancelled.subscribe(told.extend)
-        sent = await box.send("x")
-        removal = line.hold(f"$JS.API.STREAM.MSG.DELETE.{here.names().queue}")
-        claimed = []
-
-        async def claim():
-            await removal.full()
-            claimed.append(await one(worker))
-            removal.open()
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(claim)
-            assert await box.backend.reschedule(sent, HOUR) is RescheduleOutcome.RESCHEDULED
-        with anyio.fail_after(20):
-            while not told:
-                await anyio.sleep(0.01)
-        assert told == [sent]
-        with pytest.raises(ReceiptHandleExpiredError):
-            await claimed[0].acknowledge()
-        assert await box.counts() == Counts(delayed=1)
-
-
 async def test_a_message_that_is_claimed_and_done_as_it_is_rescheduled_is_done_once(here):
     line = await here.line()
     async with here.box(over=line) as box, here.box() as worker:

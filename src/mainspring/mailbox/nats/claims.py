@@ -84,6 +84,8 @@ FULL_RETRY = 5.0
 """Seconds until a message is delivered again for whose next place the server had no room."""
 _PROBES = 8
 _PRUNE = 1_000
+MAX_CHANGES = 1_000
+"""How many numbers of messages that are being changed are remembered."""
 CONSUMER_LAG = 0.25
 """Seconds within which the server's consumer has noticed that a message entered or left the stream."""
 MAX_REMOVED = 2_000
@@ -103,6 +105,7 @@ class Claims:
         self._leases: dict[str, Lease] = {}
         self._prune_at = _PRUNE
         self._removed: deque[tuple[float, str]] = deque(maxlen=MAX_REMOVED)
+        self._changes: dict[bytes, None] = {}
 
     @property
     def waiting(self) -> int:
@@ -236,16 +239,23 @@ class Claims:
         fresh: list[Arrival] = []
         again: list[tuple[Arrival, StoredMessage]] = []
         expired: list[Arrival] = []
+        changing: list[tuple[Arrival, StoredMessage]] = []
         for arrival in await self._not_held(messages):
             record = arrival.record
             if arrival.deliveries > 1:
                 record = self.after_lost_lease(record)
+            elif self._changes and b"%d" % arrival.sequence in self._changes:
+                changing.append((arrival, record))
+                continue
             if record.expires_at is not None and record.expires_at <= wall:
                 arrival.record = record
                 expired.append(arrival)
             elif arrival.deliveries > 1:
                 again.append((arrival, record))
             else:
+                fresh.append(arrival)
+        if changing:
+            for arrival, _ in await self._move_to_tail(changing):  # there is no room at the tail, so none for a change
                 fresh.append(arrival)
         if again:
             numbers = {arrival.sequence for arrival, _ in again}
@@ -391,6 +401,15 @@ class Claims:
         """Return the lease of a message that this process holds, or has held, under a number of the queue."""
         return self._leases.get(str(sequence))
 
+    def note_change(self, sequence: bytes) -> None:
+        """Hear that a message of the queue is about to be changed. If this process gets it, it puts it back at the tail.
+
+        If the change took place first, there is nothing to put back.
+        """
+        self._changes[sequence] = None
+        if len(self._changes) > MAX_CHANGES:
+            del self._changes[next(iter(self._changes))]
+
     def drop_lease(self, delivery: ClaimedMessage) -> None:
         """Forget the lease of a delivery whose message has left the queue, or its number."""
         lease = self._leases.pop(delivery.receipt_handle, None)
@@ -401,6 +420,7 @@ class Claims:
         """Forget all leases: their queue was deleted, and their numbers mean other messages."""
         self._leases.clear()
         self._removed.clear()
+        self._changes.clear()
 
     async def redeliver_in_place(self, delivery: ClaimedMessage, seconds: float) -> None:
         """End a delivery by letting the message stay in its place and be delivered again in ``seconds``."""

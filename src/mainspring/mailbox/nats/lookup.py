@@ -1,4 +1,12 @@
-"""What is done to a message on NATS by its id: it is found, cancelled or rescheduled, wherever it is."""
+"""What is done to a message on NATS by its id: it is found, cancelled, rescheduled or given another body, wherever it is.
+
+A pending message can be claimed while it is changed, as the server knows no step that depends on the consumer. So the change is
+announced first: all mailbox objects hear its number. Then the consumer is asked. If it had delivered the message before, the
+message is left as it is. Else the server delivers it later, to a process that has heard of the change. That process puts the
+message back in one step that replaces it (:meth:`Claims.note_change`). Of the two steps, the change and the return, the server
+takes one. Between the servers of a cluster the announcement may be late: then the holder's lease is revoked, and it learns so
+when it renews.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +28,7 @@ from mainspring.mailbox.message import (
 )
 from mainspring.mailbox.nats.messages import tokens_of
 from mainspring.mailbox.nats.scheduler import move_to_queue
+from mainspring.mailbox.nats.sends import check_message_size
 from mainspring.mailbox.nats.streams import Add
 
 if TYPE_CHECKING:
@@ -48,7 +57,7 @@ async def find(store: Store, claims: Claims, message_ids: list[str]) -> list[Unf
     is_queued = any(stream == names.queue for stream, _ in found.values())
     delivered = await store.delivered() if is_queued else 0
     return [
-        _seen_delayed(there) if stream == names.delayed else _seen_queued(there, claims, delivered)
+        _seen_delayed(there) if stream == names.delayed else seen_queued(there, claims, delivered)
         for stream, there in found.values()
     ]
 
@@ -57,21 +66,21 @@ def _seen_delayed(there: Stored) -> UnfinishedMessage:
     message = there.record.before_delivery()
     due = there.record.due
     if due is None or due <= clock.utc_now().timestamp():
-        return UnfinishedMessage(message, MessagePlace.PENDING)
-    return UnfinishedMessage(message, MessagePlace.DELAYED, due)
+        return UnfinishedMessage(message, MessagePlace.PENDING, key=there.record.key)
+    return UnfinishedMessage(message, MessagePlace.DELAYED, due, key=there.record.key)
 
 
-def _seen_queued(there: Stored, claims: Claims, delivered: int) -> UnfinishedMessage:
-    """Return what is seen of a message in the queue. If another process holds it, only its number tells."""
+def seen_queued(there: Stored, claims: Claims, delivered: int) -> UnfinishedMessage:
+    """Return what is known of a message in the queue. If another process holds it, only its number tells."""
     message = there.record.before_delivery()
     lease = claims.lease_of(there.sequence)
     if there.sequence > delivered or (lease is not None and lease.until <= anyio.current_time()):
-        return UnfinishedMessage(message, MessagePlace.PENDING)
+        return UnfinishedMessage(message, MessagePlace.PENDING, key=there.record.key)
     message.delivery_count += 1
     message.attempt += 1
     if lease is not None:
         message.first_received_at = lease.received_at
-    return UnfinishedMessage(message, MessagePlace.IN_FLIGHT)
+    return UnfinishedMessage(message, MessagePlace.IN_FLIGHT, key=there.record.key)
 
 
 async def cancel(store: Store, message_id: str) -> Cancelled:
@@ -118,6 +127,37 @@ async def _was_under_way(store: Store, token: str, removed: Stored) -> bool:
     return there is not None and there.record.message_id == removed.record.message_id
 
 
+async def replace_body(store: Store, message_id: str, body: bytes) -> RescheduleOutcome:
+    """See :meth:`Backend.replace_body`. It is one step, by which a pending message goes to the tail."""
+    names = store.names
+    for _ in range(_TRIES):
+        there = await _waiting(store, message_id)
+        if there is None:
+            return RescheduleOutcome.UNKNOWN
+        stream, prefix, stored = there
+        record = replace(stored.record, body=body)
+        payload = record.encode()
+        check_message_size(len(payload), store)
+        if stream == names.delayed:
+            if (record.due or 0.0) <= clock.utc_now().timestamp():
+                await _change_due(store, stored.subject.removeprefix(prefix), stored, 0.0)
+                continue
+        elif not await _is_free(store, stored.sequence):
+            return RescheduleOutcome.IN_FLIGHT
+        async with store.writing():
+            added = await store.add(Add(stored.subject, payload, stored.sequence))
+            if added.sequence:
+                await store.count_moves()
+                return RescheduleOutcome.RESCHEDULED
+    raise _moved_too_often(message_id)
+
+
+async def _is_free(store: Store, sequence: int) -> bool:
+    """True if a message of the queue has not been delivered. From now on a worker that gets it puts it back."""
+    await store.connection.publish(store.names.to_changes, b"%d" % sequence)
+    return sequence > await store.delivered()
+
+
 async def reschedule(store: Store, message_id: str, delay: float) -> RescheduleOutcome:
     """See :meth:`Backend.reschedule`."""
     names = store.names
@@ -130,11 +170,17 @@ async def reschedule(store: Store, message_id: str, delay: float) -> RescheduleO
         if stream == names.delayed:
             if await _change_due(store, token, stored, delay):
                 return RescheduleOutcome.RESCHEDULED
-        elif stored.sequence <= await store.delivered():
-            return RescheduleOutcome.IN_FLIGHT
-        elif not delay or await _delay(store, token, stored, delay):
+        elif not delay and stored.sequence > await store.delivered():
             return RescheduleOutcome.RESCHEDULED
-    raise MailboxConnectionError(f"message {message_id}: other processes moved it {_TRIES} times during one call")
+        elif not await _is_free(store, stored.sequence):
+            return RescheduleOutcome.IN_FLIGHT
+        elif await _delay(store, token, stored, delay):
+            return RescheduleOutcome.RESCHEDULED
+    raise _moved_too_often(message_id)
+
+
+def _moved_too_often(message_id: str) -> MailboxConnectionError:
+    return MailboxConnectionError(f"message {message_id}: other processes moved it {_TRIES} times during one call")
 
 
 async def _waiting(store: Store, message_id: str) -> tuple[str, str, Stored] | None:
@@ -178,10 +224,7 @@ async def _change_due(store: Store, token: str, there: Stored, delay: float) -> 
 
 
 async def _delay(store: Store, token: str, there: Stored, delay: float) -> bool:
-    """Move a pending message to the delayed ones. Return False if it has left the queue.
-
-    If a worker claims it in the same moment, its lease is revoked, as by a cancellation.
-    """
+    """Move a pending message to the delayed ones. Return False if it has left the queue."""
     names = store.names
     later = replace(there.record, due=clock.utc_now().timestamp() + delay)
     async with store.writing():
@@ -192,7 +235,4 @@ async def _delay(store: Store, token: str, there: Stored, delay: float) -> bool:
         if not await store.remove(names.queue, there.sequence):
             await store.remove(names.delayed, added.sequence)
             return False
-    if there.sequence <= await store.delivered():
-        with suppress(MailboxConnectionError):
-            await store.connection.publish(names.to_cancelled, later.message_id.encode())
     return True

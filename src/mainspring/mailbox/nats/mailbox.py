@@ -16,7 +16,7 @@ from mainspring.mailbox.backend import TRANSIENT, Backend, Capabilities, Mailbox
 from mainspring.mailbox.limits import CLOSE_TIMEOUT, SILENCE, check_real_time
 from mainspring.mailbox.mailbox import Mailbox
 from mainspring.mailbox.message import CancelOutcome
-from mainspring.mailbox.nats import inspection, lookup
+from mainspring.mailbox.nats import inspection, listing, lookup
 from mainspring.mailbox.nats.claims import Claims
 from mainspring.mailbox.nats.client import check_credentials
 from mainspring.mailbox.nats.connection import NatsConnection
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
         Counts,
         Dead,
         Envelope,
+        MessagePage,
+        MessageQuery,
         RescheduleOutcome,
         Settlement,
         UnfinishedMessage,
@@ -139,6 +141,8 @@ class NatsBackend(Backend):
         records=True,
         lookup=True,
         reschedule=True,
+        listing=True,
+        edit=True,
         queue_age=True,
         lease_ends_seen=False,
         lease_granularity=0.05,
@@ -203,11 +207,13 @@ class NatsBackend(Backend):
             store.ack_wait = await store.ensure(self._names)
             await connection.listen(store.names.to_cancelled, self._on_cancelled)
             await connection.listen(store.names.to_made, lambda message: store.note(message.data.decode()))
+            claims = Claims(store)
+            await connection.listen(store.names.to_changes, lambda message: claims.note_change(message.data))
         connection.on_silence = self.notifications.silence.publish
         self._connection = connection
         self._store = store
         self._sends = Sends(store)
-        self._claims = Claims(store)
+        self._claims = claims
         store.replaced = self._claims.forget_leases
         self._records = Records(store, self._sends)
         self._settlements = Settlements(store, self._claims, self._records)
@@ -334,6 +340,12 @@ class NatsBackend(Backend):
 
     async def reschedule(self, message_id: str, delay: float) -> RescheduleOutcome:
         return await lookup.reschedule(self._store, message_id, delay)
+
+    async def replace_body(self, message_id: str, body: Any) -> RescheduleOutcome:
+        return await lookup.replace_body(self._store, message_id, body)
+
+    async def list_messages(self, query: MessageQuery) -> MessagePage:
+        return await listing.list_messages(self._store, self._claims, query)
 
     # -------------------------------------------------------------------------------------------------------- records
 

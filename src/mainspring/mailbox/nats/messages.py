@@ -55,6 +55,8 @@ class StoredMessage:
     history: str | None = None
     kept: bool = False
     """True if there may be a checkpoint."""
+    task: str | None = None
+    key: str | None = None
 
     @classmethod
     def of(cls, envelope: Envelope, now: float) -> StoredMessage:
@@ -72,6 +74,8 @@ class StoredMessage:
             record.due = now + envelope.delay
         if envelope.headers:
             record.headers = envelope.headers
+        if envelope.task is not None:
+            record.task, record.key = envelope.task, envelope.key
         return record
 
     @property
@@ -167,8 +171,10 @@ _FIELDS = {
     "h": "headers",
     "y": "history",
     "p": "kept",
+    "o": "task",
+    "g": "key",
 }
-_TEXTS = ("reply_to", "dedup_key", "history")
+_TEXTS = ("reply_to", "dedup_key", "history", "task", "key")
 _COUNTS = ("deliveries", "charged")
 _TIMES = ("first_received_at", "expires_at", "due")
 

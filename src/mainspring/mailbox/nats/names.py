@@ -58,6 +58,7 @@ class Names:
     to_checkpoints: str
     to_records: str
     to_cancelled: str
+    to_changes: str
     to_results: str
     to_made: str
     transient: bool
@@ -87,6 +88,7 @@ class Names:
             f"$KV.mainspring-checkpoints_{short}.",
             f"{root}.record.",
             f"{root}.cancelled",
+            f"{root}.changes",
             f"{root}.results",
             f"{root}.made",
             short.startswith(encoded(TRANSIENT)),

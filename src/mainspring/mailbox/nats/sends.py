@@ -52,7 +52,6 @@ class Sends:
         :raises SerializationError: one is larger than the server takes.
         """
         now = self._wall()
-        most = self._store.connection.max_payload - RESERVED  # another one after a reconnection, perhaps
         records = []
         for envelope in envelopes:
             if envelope.priority:
@@ -60,9 +59,8 @@ class Sends:
                     "send: a mailbox on NATS has no priorities (Capabilities.priority); leave it at 0"
                 )
             record = StoredMessage.of(envelope, now)
-            plain = not (envelope.headers or envelope.reply_to or envelope.dedup_key)
-            size = len(envelope.body if plain else record.encode())
-            check_size("a message", size, most, "this NATS server's max_payload leaves for one")
+            plain = not (envelope.headers or envelope.reply_to or envelope.dedup_key or envelope.task)
+            check_message_size(len(envelope.body if plain else record.encode()), self._store)
             records.append(record)
         return records
 
@@ -208,6 +206,12 @@ class Sends:
             if added.sequence:
                 await store.remove(names.delayed, there.sequence)
         return not added.duplicate
+
+
+def check_message_size(size: int, store: Store) -> None:
+    """Raise :class:`SerializationError` if a message is larger than the server takes, with what it may gather on its way."""
+    most = store.connection.max_payload - RESERVED  # another one after a reconnection, perhaps
+    check_size("a message", size, most, "this NATS server's max_payload leaves for one")
 
 
 def _is_elder(there: Stored, than: Stored) -> bool:

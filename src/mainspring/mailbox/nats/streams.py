@@ -432,9 +432,27 @@ class Store:
 
     async def last_all(self, stream: str, subjects: Sequence[str]) -> list[Stored | MailboxError | None]:
         """Return the messages of subjects, as many requests at once as the connection has room for the largest answers."""
-        requests = [_get(stream, {"last_by_subj": subject}) for subject in subjects]
+        return await self._read_all([_get(stream, {"last_by_subj": subject}) for subject in subjects])
+
+    async def _read_all(self, requests: Sequence[Request]) -> list[Stored | MailboxError | None]:
         largest = 2 * self.connection.max_payload  # in base64
         return await self._call_all(_stored, requests, max(1, ROOM // max(1, largest)))
+
+    async def block(self, stream: str, start: int, count: int) -> list[Stored]:
+        """Return the messages with the numbers from ``start`` on, ``count`` numbers at most, all requests at once.
+
+        The first is there in any case: the next behind these numbers where all of them are missing. No message: there is
+        none from ``start`` on.
+        """
+        requests = [_get(stream, {"seq": number}) for number in range(start + 1, start + count)]
+        requests.insert(0, _get(stream, {"seq": start, "next_by_subj": ">"}))
+        found = {}
+        for stored in await self._read_all(requests):
+            if isinstance(stored, MailboxError):
+                raise stored
+            if stored is not None:
+                found[stored.sequence] = stored
+        return [found[number] for number in sorted(found)]
 
     async def next(self, stream: str, sequence: int, subject: str) -> Stored | None:
         """Return the first message from number ``sequence`` on."""

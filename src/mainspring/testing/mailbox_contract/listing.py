@@ -40,12 +40,13 @@ def _ids(found: list[UnfinishedMessage]) -> list[str]:
 @on_mailbox("listing")
 async def messages_are_listed_where_they_are(h: Harness, box: AnyMailbox) -> None:
     """Each unfinished message is in the list of its place, as it is found by its id, and in no other."""
+    done = await _send(box, "done")
+    await (await h.one(box)).acknowledge()
     in_flight = await _send(box, "in flight")
     await box.receive(visibility_timeout=600)
-    pending = await _send(box, {"a": 1}, task="t", key="k", headers={"h": "1"}, priority=3)
+    priority = 3 if h.can("priority") else 0
+    pending = await _send(box, {"a": 1}, task="t", key="k", headers={"h": "1"}, priority=priority)
     delayed = await _send(box, "delayed", delay=1_000)
-    done = await _send(box, "done", priority=9)
-    await (await h.one(box, lease=600)).acknowledge()
     for place, message_id in ((IN_FLIGHT, in_flight), (PENDING, pending), (DELAYED, delayed)):
         (found,) = await _all(box, MessageQuery(place, 10))
         equal((found.message.message_id, found.place), (message_id, place), f"listed as {place}")
@@ -54,9 +55,7 @@ async def messages_are_listed_where_they_are(h: Harness, box: AnyMailbox) -> Non
             check(abs((found.due_at or 0) - (same.due_at or 0)) < 1, "the date at which it is due")
             equal(replace(found, due_at=None), replace(same, due_at=None), "the same as by its id")
     (found,) = await _all(box, MessageQuery(PENDING, 10))
-    equal(
-        (found.key, found.message.headers, found.priority), ("k", {"h": "1"}, 3 if h.can("priority") else 0), "as sent"
-    )
+    equal((found.key, found.message.headers, found.priority), ("k", {"h": "1"}, priority), "as sent")
     check(done not in _ids([*await _all(box, MessageQuery(PENDING, 10))]), "one that is done is listed")
 
 
@@ -64,7 +63,7 @@ async def messages_are_listed_where_they_are(h: Harness, box: AnyMailbox) -> Non
 async def pages_hold_each_message_once(h: Harness, box: AnyMailbox) -> None:
     """Page by page, each message comes once, also while messages that were listed are done or sent."""
     for place, delay in ((PENDING, 0), (DELAYED, 1_000)):
-        ids = [await _send(box, n, delay=delay, priority=n % 3) for n in range(25)]
+        ids = [await _send(box, n, delay=delay, priority=n % 3 if h.can("priority") else 0) for n in range(25)]
         for limit in (1, 4, 1_000):
             equal(_ids(await _all(box, MessageQuery(place, limit))), sorted(ids), f"in pages of {limit}")
         await box.purge()
@@ -111,7 +110,7 @@ async def a_list_of_nothing_is_empty(h: Harness, box: AnyMailbox) -> None:
 
 @on_mailbox("edit")
 async def a_body_is_replaced(h: Harness, box: AnyMailbox) -> None:
-    """A message that waits can have another body; its place, its counts and all else stay."""
+    """A message that waits can have another body; its counts and all else stay, and its place where that can be."""
     first = await _send(box, "old", headers={"h": "1"})
     await _send(box, "second")
     later = await _send(box, "later", delay=h.short)
@@ -125,6 +124,8 @@ async def a_body_is_replaced(h: Harness, box: AnyMailbox) -> None:
             await box.backend.replace_body(later, body("new later")), RescheduleOutcome.RESCHEDULED, "of a delayed one"
         )
         messages = await box.receive(max_messages=2, visibility_timeout=600)
+    if not h.can("front_return"):
+        messages.reverse()
     equal([(m.body, m.attempt, m.delivery_count) for m in messages], [("new", 1, 1), ("second", 1, 1)], "received")
     equal((messages[0].id, messages[0].headers), (first, {"h": "1"}), "the rest of it")
     equal(await box.backend.replace_body(first, body("late")), RescheduleOutcome.IN_FLIGHT, "of one in flight")
