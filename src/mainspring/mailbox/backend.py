@@ -51,6 +51,7 @@ TRANSIENT_LIFE: Final = 86_400.0
 """Seconds that a transient mailbox is kept after it was last opened or claimed from."""
 
 SHARED: Final = "memory://, sqlite://, redis://, postgresql:// and nats:// mailboxes"
+LIMITED: Final = "memory://, sqlite://, redis:// and postgresql:// mailboxes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,14 +394,14 @@ class Backend(ABC):
 
         :raises ConfigError: the backend cannot (:attr:`Capabilities.limits`).
         """
-        raise ConfigError(f"mailbox {self.name!r} keeps no limits (Capabilities.limits); {SHARED} do")
+        raise ConfigError(f"mailbox {self.name!r} keeps no limits (Capabilities.limits); {LIMITED} do")
 
     async def limits(self) -> list[LimitState]:
         """Return the tasks that have limits, are paused or have a changed concurrency, in the order of their names.
 
         :raises ConfigError: the backend cannot (:attr:`Capabilities.limits`).
         """
-        raise ConfigError(f"mailbox {self.name!r} keeps no limits (Capabilities.limits); {SHARED} do")
+        raise ConfigError(f"mailbox {self.name!r} keeps no limits (Capabilities.limits); {LIMITED} do")
 
     # -------------------------------------------------------------------------------------------------------- records
 
