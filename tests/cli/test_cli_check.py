@@ -95,3 +95,40 @@ def test_what_the_package_warns_of_says_who_warns_and_other_warnings_are_left_al
     (directory / "app.py").write_text(source + SOURCE, encoding="utf-8")
     ended = run("check", "app:plain", cwd=directory)
     assert ended.stderr.splitlines() == ["mainspring: careful", "theirs"]
+
+
+LIMITED = """
+from mainspring import LoopGroup, Rate, Tasks
+
+tasks = Tasks("memory://jobs", max_concurrency=50)
+
+@tasks.task(rate=Rate(100, 60, burst=10), concurrency=5, key="to", key_rate="1/s", ordered=True)
+async def fits(to: str) -> None: ...
+
+@tasks.task(rate="1/h", expires_in=60, concurrency=60, batch=100)
+async def never(docs: list[int]) -> None: ...
+
+@tasks.task
+async def free() -> None: ...
+
+group = LoopGroup([tasks.loop()])
+"""
+
+
+def test_limits_are_shown_and_those_that_cannot_be_reached_fail(tmp_path: Path) -> None:
+    (tmp_path / "limited.py").write_text(LIMITED, encoding="utf-8")
+    ended = run("check", "limited:group", "--grace", "45", "--longest", "60", cwd=tmp_path)
+    assert ended.returncode == 1, ended.stderr
+    for line in (
+        "jobs: 50 messages of the mailbox at once in the whole fleet",
+        "jobs: task fits in the whole fleet: 100 calls in 60 s (up to 10 together), 5 at once, 1 call of each key in 1 s, 1 of",
+        "1 of each key at once: a failing one holds up its key for up to 28.4 h; what ran in a worker that is killed counts",
+        "jobs: task never in the whole fleet: 1 call in 60 min, 60 at once; what ran",
+        "fails: a call of task never has its turn before it expires: let the calls of never expire after more than 60 min,",
+        "fails: the batch of task never can be reached: no more than 60 run at once: set batch=60 for never, or raise",
+        "fails: the batch of task never can be reached: no more than 50 run at once: set batch=50 for never, or raise",
+        "fails: the concurrency of task never can be reached: no more than 50 run at once: set concurrency=50",
+    ):
+        assert line in ended.stdout
+    assert "free" not in ended.stdout
+    assert "fails: the concurrency of task fits" not in ended.stdout

@@ -181,6 +181,21 @@ async def test_every_way_of_sending_names_the_task_the_key_and_the_weight(store)
         group.cancel_scope.cancel()
 
 
+@virtually
+async def test_a_schedule_keeps_the_key_and_the_weight_of_its_task():
+    tasks = Tasks(InMemoryMailbox())
+
+    @tasks.task(key="what", weight=2)
+    async def work(what: str) -> None: ...
+
+    await tasks.schedules.add(Schedule("a", work.options(key="given", weight=5), every=60, args=("x",)))
+    await tasks.schedules.run_now("a")
+    page = await tasks.mailbox.backend.list_messages(MessageQuery(MessagePlace.PENDING, 10))
+    assert [found.key for found in page.messages] == ["given"]
+    (schedule,) = await tasks.schedules.list()
+    assert schedule.task == "work"
+
+
 @LIMITING
 async def test_a_loop_declares_the_limits_of_its_tasks_and_takes_back_what_is_gone(store):
     limits = TaskLimits(3, Rate(100, 60.0), 1, Rate(5, 1.0, 5), Blocks.DEAD)

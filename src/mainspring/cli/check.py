@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from mainspring.cli.limit_checks import limit_lines, limit_rules
 from mainspring.cli.target import load_group
 from mainspring.cli.user_errors import FAILED, UserError
-from mainspring.group.calibration import Rule, Timeouts, all_rules, retries, seconds, unjudged
+from mainspring.group.calibration import Rule, Timeouts, all_rules, retries, unjudged
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,21 +21,23 @@ def check_target(
     target: str, *, grace: float | None, longest: float | None, beat_gap: float | None, as_json: bool
 ) -> int:
     """Judge the group's timeouts. Return 1 if a rule does not hold."""
-    found = load_group(target).timeouts()
+    group = load_group(target)
+    found = group.timeouts()
     if not found:
         raise UserError(f"{target} has no loops whose timeouts could be checked; name a LoopGroup with a MainLoop")
     known = {"grace": grace, "longest": longest, "beat_gap": beat_gap}
     told: dict[str, Any] = {name: value for name, value in known.items() if value is not None}
     loops = [replace(timeouts, **told) for timeouts in found]
-    rules = all_rules(loops)
+    rules = [*all_rules(loops), *limit_rules(group)]
     broken = [rule for rule in rules if not rule.ok]
+    remarks = [*(retries(timeouts) for timeouts in loops), *limit_lines(group)]
     open_questions = list(dict.fromkeys(line for timeouts in loops for line in unjudged(timeouts)))
     if as_json:
         typer.echo(json.dumps(_as_json(target, rules, open_questions, loops), indent=2))
     else:
         from rich.console import Console
 
-        _print(Console(), target, rules, open_questions, [retries(timeouts) for timeouts in loops])
+        _print(Console(), target, rules, open_questions, remarks)
     return FAILED if broken else 0
 
 
@@ -55,7 +58,7 @@ def _print(console: Console, target: str, rules: list[Rule], open_questions: lis
     table = Table("loop", "rule", "left", "right", "verdict", title=f"timeouts of {target}", title_justify="left")
     for rule in rules:
         verdict = Text("holds", "green") if rule.ok else Text("fails", "red")
-        table.add_row(rule.loop or "(group)", Text(rule.formula), seconds(rule.left), seconds(rule.right), verdict)
+        table.add_row(rule.loop or "(group)", Text(rule.formula), *rule.figures, verdict)
     console.print(table)
     for line in remarks:
         console.print(Text(line), soft_wrap=True)

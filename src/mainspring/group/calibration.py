@@ -73,7 +73,7 @@ class Timeouts:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One rule, judged: ``left`` and ``right`` are the figures on the two sides of ``formula``, in seconds.
+    """One rule, judged: ``left`` and ``right`` are the figures on the two sides of ``formula``, in ``unit``: seconds or none.
 
     Where it fails, ``advice`` says in one line what would pass; ``setting`` and ``value`` say the same to a program
     (``value`` is None where no value of that setting can help).
@@ -88,11 +88,18 @@ class Rule:
     setting: str = ""
     value: float | None = None
     loop: str = ""
+    unit: str = "s"
 
     def __str__(self) -> str:
         verdict = "holds" if self.ok else f"does not hold: {self.advice}"
         where = f"{self.loop}: " if self.loop else ""
-        return f"{where}{self.formula} ({seconds(self.left)} against {seconds(self.right)}) {verdict}"
+        left, right = self.figures
+        return f"{where}{self.formula} ({left} against {right}) {verdict}"
+
+    @property
+    def figures(self) -> tuple[str, str]:
+        """The figures on both sides, for people."""
+        return (seconds(self.left), seconds(self.right)) if self.unit else (f"{self.left:g}", f"{self.right:g}")
 
 
 def rules(timeouts: Timeouts) -> list[Rule]:
@@ -115,7 +122,7 @@ def all_rules(loops: Iterable[Timeouts]) -> list[Rule]:
 
 def retries(timeouts: Timeouts) -> str:
     """Say in one line for how long the loop retries a message that fails, and when it gives one up."""
-    least, most = (_span(value) for value in timeouts.horizon)
+    least, most = (span(value) for value in timeouts.horizon)
     over = f"over {least}" if least == most else f"over {least} to {most}"
     return (
         f"{timeouts.loop}: a failing message is tried {counted(timeouts.max_attempts, 'time')} {over}; one whose worker dies"
@@ -304,7 +311,7 @@ def seconds(value: float) -> str:
     return f"{value:.4g} s" if value < 10_000 else f"{value:.0f} s"
 
 
-def _span(value: float) -> str:
+def span(value: float) -> str:
     """Return a long time for people, in hours if it has some: ``14.2 h``."""
     if value < 600:
         return seconds(value)

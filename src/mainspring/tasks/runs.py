@@ -39,7 +39,7 @@ class TaskHandlers(Handlers):
 
     def __init__(self, tasks: Tasks) -> None:
         self.name = tasks.name
-        self._tasks = tasks
+        self.tasks = tasks
         if tasks.mailbox.capabilities.records:
             self.beside = self._run_schedules
 
@@ -48,12 +48,12 @@ class TaskHandlers(Handlers):
 
     def pool(self, offload: OffloadPool | str | None, workers: int) -> Pools:
         """Return what the plain functions run in that say no ``offload`` of their own."""
-        return Pools(self._tasks, offload, workers)
+        return Pools(self.tasks, offload, workers)
 
     async def _run_schedules(self) -> None:
         from mainspring.tasks.ticker import Ticker
 
-        await Ticker(self._tasks).run()
+        await Ticker(self.tasks).run()
 
     def runs(
         self, mailbox: Mailbox[Any, Any], settings: WorkerSettings, pool: Any, make: Callable[..., HandlerRuns]

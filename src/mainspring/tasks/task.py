@@ -67,6 +67,11 @@ class TaskOptions:
     limits: TaskLimits = UNLIMITED
     debounce: Debounce | None = None
 
+    @property
+    def is_limited(self) -> bool:
+        """True if the task has a limit."""
+        return self.limits != UNLIMITED
+
 
 @dataclass(frozen=True)
 class SendOptions:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from mainspring.offload.pool import OffloadPool
     from mainspring.worker.actor import LoopActor
     from mainspring.worker.delivery import Delivery, Wrapper
-    from mainspring.worker.handler import HandlerOf, Handlers
+    from mainspring.worker.handler import Handler, HandlerOf, Handlers
     from mainspring.worker.middleware import Middleware
     from mainspring.worker.slots import Capacity
     from mainspring.worker.worker import OpenReceive, Worker
@@ -84,6 +84,8 @@ class MainLoop:
     """What its group has around the handlers of all of its loops, the innermost first; set for as long as that runs."""
     resources: Any = NO_RESOURCES
     """What its handlers get as ``ctx.resources``; a group sets it for as long as it runs."""
+    handlers: Handlers | Handler
+    """What its messages are handled by."""
 
     def __init__(
         self,
@@ -107,14 +109,14 @@ class MainLoop:
         if not isinstance(mailbox, Mailbox):
             raise ConfigError(f"MainLoop: mailbox must be a Mailbox (see open_mailbox), not {mailbox!r}")
         caller = sys._getframe(1)  # noqa: SLF001 - annotations may name classes local to the calling function
-        self._handler = handlers_of(handler, {**caller.f_globals, **caller.f_locals}, body=body)
-        self.name = name or self._handler.name
+        self.handlers = handlers_of(handler, {**caller.f_globals, **caller.f_locals}, body=body)
+        self.name = name or self.handlers.name
         _check(
             self.name, concurrency, visibility_timeout, wait_time_seconds, handler_timeout, shutdown_timeout,
             shutdown_priority, retry, dead_letter, lease,
         )  # fmt: skip
-        self._pool = self._handler.pool(offload, concurrency)
-        self._handler.bind(mailbox)
+        self._pool = self.handlers.pool(offload, concurrency)
+        self.handlers.bind(mailbox)
         _ = mailbox.codec  # made now, so that a type which cannot be a body is refused here
         self.mailbox = mailbox
         self.concurrency = concurrency
@@ -129,15 +131,15 @@ class MainLoop:
         """The slots that its next run shares with other loops, or None."""
         self._wrappers = list(wrappers_of(checked(middleware, f"loop {self.name!r}")))
         self._settings = WorkerSettings(
-            handler=self._handler.name,
+            handler=self.handlers.name,
             concurrency=concurrency,
             retry=retry or RetryPolicy(),
             dead_letter=dead_letter or DeadLetterPolicy(),
             lease=lease or LeasePolicy(),
             handler_timeout=handler_timeout,
-            wants_context=self._handler.wants_context,
-            in_thread=not self._handler.is_async,
-            beside=self._handler.beside,
+            wants_context=self.handlers.wants_context,
+            in_thread=not self.handlers.is_async,
+            beside=self.handlers.beside,
         )
         self._heartbeat = Heartbeat()
         self._worker: Worker | None = None
@@ -203,7 +205,7 @@ class MainLoop:
             self.name,
             self.mailbox,
             self._settings,
-            partial(self._handler.runs, self.mailbox, self._settings, self._pool),
+            partial(self.handlers.runs, self.mailbox, self._settings, self._pool),
             dispatcher=self.dispatcher,
             heartbeat=self._heartbeat,
             outcomes=self.outcomes,
