@@ -74,9 +74,9 @@ async def test_a_call_for_messages_alone_brings_no_keys_of_records(here, line, a
         line.on_command = note
         await mailbox.send("x")
         await (await received(mailbox)).acknowledge()
-        assert set(keys) == {13}
+        assert set(keys) == {16}
         await mailbox.backend.write_record(RecordWrite("test", "a", b"1"))
-        assert keys[-1] == 16
+        assert keys[-1] == 19
 
 
 async def test_only_a_result_is_announced(here, anyio_backend):
@@ -162,7 +162,7 @@ async def test_many_large_records_come_in_several_answers(here, line, anyio_back
 
     def note(passage, command):
         if command[0] == b"FCALL":
-            calls.extend(part for part in command[19:20] if part.endswith(b"_records"))
+            calls.extend(part for part in command[22:23] if part.endswith(b"_records"))
 
     keys = [f"{number:02}" for number in range(20)]
     async with line.mailbox() as mailbox:

@@ -30,7 +30,7 @@ KEYS = [
         "dead_order",
         "dead_details",
     ),
-    *("waiters", "bodies", "records", "record_names", "record_ends"),
+    *("waiters", "bodies", "limiters", "waits", "listed", "records", "record_names", "record_ends"),
 ]
 LARGE = "x" * 100_000
 """A body that is kept apart."""

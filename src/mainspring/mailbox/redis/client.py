@@ -39,6 +39,7 @@ from mainspring.mailbox.redis.commands import (
 )
 from mainspring.mailbox.redis.connection import LOST, RECONNECT_INITIAL, ServerError, explain, is_refusal, pack
 from mainspring.mailbox.redis.records import RECORD_OPERATIONS
+from mainspring.mailbox.redis.tasks import TASK_OPERATIONS
 from mainspring.mailbox.redis.topology import FOR_CALLS, Topology
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
     from mainspring.mailbox.settings import Host
     from mainspring.runtime.interval import Alarms
 
-_OPERATIONS: Final = OPERATIONS | RECORD_OPERATIONS
+_OPERATIONS: Final = OPERATIONS | RECORD_OPERATIONS | TASK_OPERATIONS
 MOST_ARGUMENTS: Final = 50_000
 """Of one call, unless a single operation has more: the server serves no other client meanwhile."""
 TRIES: Final = 4
@@ -75,7 +76,21 @@ def library() -> tuple[bytes, bytes]:
     return b"#!lua name=%b\nlocal NAME = '%b'\n%b" % (name, name, text), name
 
 
-_PARTS: Final = ("store", "permissions", "sweep", "listeners", "messages", "records", "dead", "recovery", "run")
+_PARTS: Final = (
+    *(
+        "store",
+        "permissions",
+        "limits",
+        "sweep",
+        "listeners",
+        "messages",
+        "records",
+        "dead",
+        "recovery",
+        "listing",
+        "run",
+    ),
+)
 
 
 # ------------------------------------------------------------------------------------------------------------------ calls

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
     Argument = str | int | bytes
 
-_OUTCOMES: Final = (RescheduleOutcome.UNKNOWN, RescheduleOutcome.IN_FLIGHT, RescheduleOutcome.RESCHEDULED)
-_message_id, _dedup_key = attrgetter("message_id"), attrgetter("dedup_key")
+OUTCOMES: Final = (RescheduleOutcome.UNKNOWN, RescheduleOutcome.IN_FLIGHT, RescheduleOutcome.RESCHEDULED)
+_message_id, _dedup_key, _task = map(attrgetter, ("message_id", "dedup_key", "task"))
 _KEYS: Final = (
     "messages",
     "ready",
@@ -55,10 +55,14 @@ _KEYS: Final = (
     "dead_details",
     "waiters",
     "bodies",
+    "limiters",
+    "waits",
+    "listed",
 )
 _RECORD_KEYS: Final = ("records", "record_names", "record_ends")
 MICRO: Final = 1_000_000
 LONGEST_NUMBER: Final = 20
+BOTH: Final = 3
 PLAIN: Final = b"-"
 APART: Final = b"@"
 """Stands before the head of a message whose body is kept apart, in the key ``bodies``."""
@@ -121,6 +125,29 @@ def head_of(envelope: Envelope) -> bytes:
     return b"+%b\n" % json.dumps(details, separators=(",", ":")).encode()
 
 
+def task_of(envelope: Envelope) -> bytes:
+    """Return what is kept of a message's task: weight, task and key, as ``lua/limits.lua`` says; nothing if it has none."""
+    if envelope.task is None:
+        return b""
+    key = b"" if envelope.key is None else b"k" + encoded(envelope.key)
+    return b"%b %b%b" % (repr(float(envelope.weight)).encode(), named(envelope.task), key)
+
+
+def named(name: str) -> bytes:
+    """Return the name of a task or of a key, so that what comes behind it is no part of it."""
+    text = encoded(name)
+    return b"%d:%b" % (len(text), text)
+
+
+def read_key(about: bytes | None) -> str | None:
+    """Return the key of a message from what is kept of its task, if it has one."""
+    if about is None:
+        return None
+    size, _, rest = about.split(b" ", 5)[5].partition(b":")
+    key = rest[int(size) :]
+    return key[1:].decode("utf-8", "surrogatepass") if key else None
+
+
 def read_message(value: bytes) -> tuple[float, bytes | None, str | None, Mapping[str, str]]:
     """Return the time of sending (POSIX), body (None: it is kept apart), reply_to and headers.
 
@@ -171,14 +198,15 @@ def delivery_of(token: bytes, value: bytes, details: dict[bytes, bytes] | None, 
     return delivery
 
 
-def _read_unfinished(
-    message_id: str, value: bytes, place: bytes, rank: bytes, when: int, *known: bytes | None
+def read_unfinished(
+    name: bytes, value: bytes, place: bytes, rank: bytes, when: int, *known: bytes | None
 ) -> UnfinishedMessage:
     """Read a message that was found. ``when``: the delayed one is due, the one in flight was claimed (0: not known).
 
-    ``known``: its counts, checkpoint and history, if it has them.
+    ``known``: its counts, checkpoint, history and task, if it has them.
     """
-    counts, checkpoint, history = known
+    message_id = name.decode("utf-8", "surrogatepass")
+    counts, checkpoint, history, about = known
     at = MessagePlace(place.decode())
     is_held = at is MessagePlace.IN_FLIGHT
     ended, charged, first = _numbers(counts or b"", 3)
@@ -193,7 +221,8 @@ def _read_unfinished(
         message.first_received_at = when / MICRO
     message.checkpoint = checkpoint
     message.history = None if history is None else history.decode("utf-8", "replace")
-    return UnfinishedMessage(message, at, when / MICRO if at is MessagePlace.DELAYED else None, -int(rank))
+    due = when / MICRO if at is MessagePlace.DELAYED else None
+    return UnfinishedMessage(message, at, due, -int(rank), read_key(about))
 
 
 def _numbers(text: bytes, count: int) -> list[int]:
@@ -377,21 +406,25 @@ def joined(retried: list[Command]) -> list[Command]:
 # -------------------------------------------------------------------------------- commands that are written as one operation
 
 
+def more_of(envelope: Envelope, parts: int) -> tuple[bytes, ...]:
+    """Return the arguments for what a message has beside its id and its value: 1 a dedup key, 2 a task, 3 both."""
+    key = encoded(envelope.dedup_key or "")
+    return (key, task_of(envelope)) if parts == BOTH else (key if parts == 1 else task_of(envelope),)
+
+
 def _write_sends(call: FunctionCall, sends: Sequence[batched.Send]) -> None:
     envelopes = sends[0].envelopes if len(sends) == 1 else [send.envelopes[0] for send in sends]
     first, most = envelopes[0], sends[0].capacity  # the others differ from the first in body, headers and key only
     expires = 0 if first.expires_in is None else life_of(first.expires_in)
-    has_keys = any(map(_dedup_key, envelopes))
+    parts = any(map(_dedup_key, envelopes)) + 2 * any(map(_task, envelopes))
     # The mailbox of a requester may be gone: a body would stay there for ever. A second try is for a body that was not there.
     keeps_apart = not (call.name.startswith("~") or sends[0].result is AGAIN)
-    is_one = (
-        len(envelopes) == 1 and not (has_keys or first.delay or expires or len(first.body) > LARGE) and most is None
-    )
+    is_one = len(envelopes) == 1 and not (parts or first.delay or expires or len(first.body) > LARGE) and most is None
     if is_one:
         call.arguments += ("send_one", -first.priority)
     else:
         call.arguments += ("send", len(envelopes), -first.priority, micros(first.delay), expires)
-        call.arguments += (-1 if most is None else most, int(has_keys))
+        call.arguments += (-1 if most is None else most, parts)
     large: list[str] = []
     for envelope in envelopes:
         head = head_of(envelope) if envelope.headers or envelope.reply_to is not None else PLAIN
@@ -401,8 +434,8 @@ def _write_sends(call: FunctionCall, sends: Sequence[batched.Send]) -> None:
             call.arguments += (envelope.message_id, APART + head)
         else:
             call.arguments += (envelope.message_id, head + envelope.body)
-        if has_keys:
-            call.arguments.append(encoded(envelope.dedup_key or ""))
+        if parts:
+            call.arguments += more_of(envelope, parts)
     if not is_one:
         call.arguments += (len(large), *large)
 
@@ -536,11 +569,11 @@ def _take_cancelled(command: batched.Cancel, result: Any) -> None:
 
 
 def _take_found(command: Find, result: Any) -> None:
-    command.result = AGAIN if result == -1 else [_read_unfinished(command.ids[row[0]], *row[1:]) for row in result]
+    command.result = AGAIN if result == -1 else [read_unfinished(*row) for row in result]
 
 
 def _take_rescheduled(command: Reschedule, result: Any) -> None:
-    command.result = AGAIN if result == -1 else _OUTCOMES[result]
+    command.result = AGAIN if result == -1 else OUTCOMES[result]
 
 
 def _take_counts(command: batched.Count, result: Any) -> None:

@@ -13,7 +13,17 @@ from mainspring.errors import ConfigError, InvalidParameterError, MailboxConnect
 from mainspring.mailbox import batched
 from mainspring.mailbox.backend import Capabilities, MailboxStatistics
 from mainspring.mailbox.batched import AcknowledgeMany, BatchedBackend, Batcher
-from mainspring.mailbox.job_commands import Find, FindRecords, ListRecords, Reschedule, WriteRecord
+from mainspring.mailbox.job_commands import (
+    ChangeLimits,
+    Find,
+    FindRecords,
+    ListLimits,
+    ListMessages,
+    ListRecords,
+    ReplaceBody,
+    Reschedule,
+    WriteRecord,
+)
 from mainspring.mailbox.limits import SILENCE, check_real_time, check_size
 from mainspring.mailbox.mailbox import Mailbox
 from mainspring.mailbox.message import Ack, Dead
@@ -42,9 +52,12 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from mainspring.mailbox.batched import Command
+    from mainspring.mailbox.limiters import LimitChange, LimitState
     from mainspring.mailbox.message import (
         ClaimedMessage,
         Envelope,
+        MessagePage,
+        MessageQuery,
         RescheduleOutcome,
         Settlement,
         UnfinishedMessage,
@@ -153,6 +166,9 @@ class RedisBackend(BatchedBackend):
         records=True,
         lookup=True,
         reschedule=True,
+        listing=True,
+        edit=True,
+        limits=True,
         queue_age=True,
     )
 
@@ -374,16 +390,38 @@ class RedisBackend(BatchedBackend):
         return True
 
     async def find(self, message_ids: list[str]) -> list[UnfinishedMessage]:
-        found: list[UnfinishedMessage] = await self.call(Find(list(dict.fromkeys(message_ids))))
+        return await self._readable(await self.call(Find(list(dict.fromkeys(message_ids)))))
+
+    async def _readable(self, found: list[UnfinishedMessage]) -> list[UnfinishedMessage]:
+        """Fetch the bodies that are kept apart. A message whose body is gone is left out: it is gone, too."""
         apart = [one.message for one in found if one.message.body is None]
         if not apart:
             return found
         await self._batcher.call(FetchBodies(apart))
-        return [one for one in found if one.message.is_readable]  # a body that is gone has gone with its message
+        return [one for one in found if one.message.is_readable]
 
     async def reschedule(self, message_id: str, delay: float) -> RescheduleOutcome:
         outcome: RescheduleOutcome = await self.call(Reschedule(message_id, delay))
         return outcome
+
+    async def replace_body(self, message_id: str, body: Any) -> RescheduleOutcome:
+        check_size("a body", len(body), self._topology.longest, TAKES)
+        outcome: RescheduleOutcome = await self.call(ReplaceBody(message_id, body))
+        return outcome
+
+    async def list_messages(self, query: MessageQuery) -> MessagePage:
+        page: MessagePage = await self.call(ListMessages(query))
+        return page._replace(messages=await self._readable(page.messages))
+
+    # --------------------------------------------------------------------------------------------------------- limits
+
+    async def change_limits(self, changes: list[LimitChange]) -> None:
+        """Change limits in one step. Of many messages that wait, some become ready with it, and the rest soon after."""
+        await self.call(ChangeLimits(changes))
+
+    async def limits(self) -> list[LimitState]:
+        states: list[LimitState] = await self.call(ListLimits())
+        return states
 
     # -------------------------------------------------------------------------------------------------------- records
 

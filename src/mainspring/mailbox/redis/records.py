@@ -21,6 +21,7 @@ from mainspring.mailbox.redis.commands import (
     head_of,
     life_of,
     micros,
+    more_of,
     reply_part,
     single,
     take_settled,
@@ -71,11 +72,12 @@ def _write_messages(envelopes: list[Envelope]) -> Iterator[Argument]:
     """Yield messages of one priority, delay and expiry; large bodies stay with them."""
     first = envelopes[0]
     has_keys = any(envelope.dedup_key is not None for envelope in envelopes)
-    yield from (len(envelopes), -first.priority, micros(first.delay), life_of(first.expires_in), int(has_keys))
+    parts = has_keys + 2 * any(envelope.task is not None for envelope in envelopes)
+    yield from (len(envelopes), -first.priority, micros(first.delay), life_of(first.expires_in), parts)
     for envelope in envelopes:
         yield from (envelope.message_id, head_of(envelope) + envelope.body)
-        if has_keys:
-            yield encoded(envelope.dedup_key or "")
+        if parts:
+            yield from more_of(envelope, parts)
 
 
 def _reply(call: FunctionCall, command: ReplyWithResult) -> Iterator[Argument]:

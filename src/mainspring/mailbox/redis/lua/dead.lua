@@ -65,9 +65,17 @@ local function replay_dead(box, ids)
     local place, rank = of_head(value)
     local tail = string.sub(value, string.len(place) + 1)
     place = new_place(box)
+    local kept = redis.call('HMGET', box.dead_details, 'c' .. id, 'k' .. id, 't' .. id)
+    local entry = kept[3] and limits.revived(box, id, kept[3], place)
+    place = entry and entry.place or place
     redis.call('HSET', box.messages, id, place .. tail)
-    redis.call('ZADD', box.ready, rank, place .. id)
-    local kept = redis.call('HMGET', box.dead_details, 'c' .. id, 'k' .. id)
+    if entry then
+      limits.add(box, { entry })
+    end
+    if not (entry and limits.come_again(box, entry, place)) then
+      redis.call('ZADD', box.ready, rank, place .. id)
+      box.added = box.added + 1
+    end
     if kept[1] then
       redis.call('HSET', box.more, 'c' .. id, kept[1])
     end
@@ -76,12 +84,12 @@ local function replay_dead(box, ids)
     end
     delete_dead(box, id)
   end
-  box.added = box.added + #ids
   return #ids
 end
 
 local function purge_dead(box, ids)
   for _, id in ipairs(ids) do
+    limits.buried(box, id)
     delete_dead(box, id)
   end
   box.settled = box.settled + #ids
@@ -102,14 +110,17 @@ local function queue_age(box)
 end
 
 local function counts(box)
-  return { redis.call('ZCARD', box.delayed), redis.call('ZCARD', box.ready), redis.call('ZCARD', box.leases),
+  local pending = redis.call('ZCARD', box.ready) + redis.call('ZCARD', box.waits)
+  return { redis.call('ZCARD', box.delayed), pending, redis.call('ZCARD', box.leases),
     (tonumber(redis.call('HGET', box.state, 'settled') or nil) or 0) + box.settled, redis.call('ZCARD', box.dead_order),
     queue_age(box) }
 end
 
 local function purge(box)
   local dropped = waiting(box)
-  redis.call('UNLINK', box.messages, box.ready, box.delayed, box.leases, box.more, box.dedup, box.expiry, box.bodies)
+  redis.call('UNLINK', box.messages, box.ready, box.delayed, box.leases, box.more, box.dedup, box.expiry, box.bodies,
+    box.limiters, box.waits, box.listed)
+  limits.clear(box)
   box.settled = box.settled + dropped
   return dropped
 end

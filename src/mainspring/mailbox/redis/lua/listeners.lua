@@ -61,6 +61,10 @@ local function push_new(box, spot, rank, value)
   end
   if name and redis.call('ZCARD', box.ready) == 0 then
     local tick = last_tick(box)
+    if box.is_limited and limits.room(box) < 1 then
+      redis.call('ZADD', box.waiters, who[2], who[1])
+      return false
+    end
     box.tick = math.max(tick + 1, now)
     local receipt = text(box.tick) .. '.' .. rank .. '.' .. name .. '.' .. spot
     redis.call('ZADD', box.leases, text(now + visible), receipt)

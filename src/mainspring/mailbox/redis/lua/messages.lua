@@ -32,7 +32,7 @@ local function remove_message(box, id)
     end)
     bulk('ZREM', box.leases, held_by)
   end
-  delete_messages(box, { id })
+  delete_messages(box, { id }, spot and key ~= box.delayed)
   box.settled = box.settled + 1
   return spot ~= nil, value
 end
@@ -60,6 +60,7 @@ local function claim_key(box, id, key, own)
   remove_message(box, id)
   if redis.call('HEXISTS', box.dead, id) == 1 then
     verify(box)
+    limits.buried(box, id)
     delete_dead(box, id)
     box.settled = box.settled + 1
   end
@@ -87,12 +88,40 @@ local function send_one(box, id, rank, value)
   end
 end
 
+-- How many arguments a message has with these parts (see send).
+local function size_of(parts)
+  return 2 + parts % 2 + math.floor(parts / 2)
+end
+
+-- Let new messages, some of which have tasks, become ready or wait at limiters.
+local function offer_all(box, entries, values, spots, rank)
+  local limited, ready = {}, {}
+  for _, entry in ipairs(entries) do
+    limited[entry.id] = limits.is_limited(box, entry) and entry
+  end
+  for i = 2, #spots, 2 do
+    local entry = limited[values[i - 1]]
+    if entry then
+      limits.enter(box, entry, entry.place)
+    else
+      ready[#ready + 1] = rank
+      ready[#ready + 1] = spots[i]
+    end
+  end
+  if #spots == 2 and #ready == 2 then
+    offer(box, spots[2], rank, values[2])
+  else
+    bulk('ZADD', box.ready, ready)
+    box.added = box.added + #ready / 2
+  end
+end
+
 local NO_BODY = {} -- the error of a send whose body is not there
 
 -- See send. `values`, `spots` and `keys` become the arguments of the commands that store them, and their dedup keys.
-local function send_all(box, values, spots, keys, from, count, rank, delay, expires, has_keys, large)
-  local at, step, last = from, has_keys and 3 or 2, 0
-  local before, ids, own = next_seq(box, count) - count, {}, {}
+local function send_all(box, values, spots, keys, from, count, rank, delay, expires, parts, large)
+  local at, last, has_keys, has_tasks = from, 0, parts % 2 == 1, parts >= 2
+  local before, ids, own, entries = next_seq(box, count) - count * STEP, {}, {}, {}
   local sent = '|' .. text(now) .. '|' .. rank .. '|'
   local score = delay > 0 and text(now + delay) or rank
   local behind = delay > 0 and rank .. '.'
@@ -122,15 +151,23 @@ local function send_all(box, values, spots, keys, from, count, rank, delay, expi
       if is_large[id] and redis.call('HEXISTS', box.bodies, id) == 0 then
         error(NO_BODY, 0)
       end
-      local place = place_of(before + i)
+      local place = place_of(before + i * STEP)
+      local about = has_tasks and ARGV[at + size_of(parts) - 1] or ''
+      if about ~= '' then
+        local entry = limits.new_entry(id, rank, place, about)
+        place = delay == 0 and limits.place_of(box, entry, place) or place
+        entry.place = place
+        entries[#entries + 1] = entry
+      end
       values[last + 1] = id
       values[last + 2] = place .. sent .. ARGV[at + 1]
       spots[last + 1] = score
       spots[last + 2] = (behind or place) .. id
       last = last + 2
     end
-    at = at + step
+    at = at + size_of(parts)
   end
+  limits.add(box, entries)
   bulk('HSET', box.messages, values)
   if expires > 0 then
     local ends, instant = {}, text(now + expires)
@@ -144,6 +181,8 @@ local function send_all(box, values, spots, keys, from, count, rank, delay, expi
   if delay > 0 then
     bulk('ZADD', box.delayed, spots)
     due_at(box, now + delay)
+  elseif has_tasks then
+    offer_all(box, entries, values, spots, rank)
   elseif last == 2 then
     offer(box, spots[2], rank, values[2])
   else
@@ -159,6 +198,7 @@ local function undo_send(box, values, spots, keys)
   for i = 2, #values, 2 do
     ids[i / 2], members[i / 2] = values[i - 1], spots[i]
   end
+  pcall(limits.unsend, box, ids, members)
   pcall(bulk, 'ZREM', box.ready, members)
   pcall(bulk, 'ZREM', box.delayed, members)
   pcall(bulk, 'ZREM', box.expiry, ids)
@@ -171,7 +211,7 @@ local function undo_send(box, values, spots, keys)
   pcall(bulk, 'HDEL', box.messages, ids)
 end
 
--- Store `count` messages, from ARGV[from] on: id and body (with its flags), and the dedup key if `has_keys`. The bodies of those
+-- Store `count` messages, from ARGV[from] on: id and body (with its flags), and `parts`: 1 the dedup key, 2 the task, 3 both. The bodies of those
 -- with the ids `large` are stored already, else it is an error: NO_BODY. Their ids; nil where there is no memory for them: then
 -- none is stored.
 local function send(box, ...)
@@ -186,16 +226,17 @@ end
 
 local function waiting(box)
   return redis.call('ZCARD', box.ready) + redis.call('ZCARD', box.delayed) + redis.call('ZCARD', box.leases)
+    + redis.call('ZCARD', box.waits)
 end
 
 -- How many of those to be put are new: some have the key of an unfinished message, or of one before them, as `seen`.
-local function how_many_new(box, from, count, has_keys, seen)
-  if not has_keys then
+local function how_many_new(box, from, count, parts, seen)
+  if parts % 2 == 0 then
     return count
   end
   local new = 0
   for i = 1, count do
-    local key = ARGV[from + (i - 1) * 3 + 2]
+    local key = ARGV[from + (i - 1) * size_of(parts) + 2]
     if key == '' then
       new = new + 1
     elseif not seen[key] then
@@ -213,12 +254,22 @@ local function claim_some(box, most, visible, claimant)
   if #spots == 0 then
     return 0
   end
-  local ids = {}
+  local tick, read, ids = last_tick(box), #spots / 2, {}
+  if box.is_limited then
+    local room = limits.room(box)
+    if room == 0 then
+      return 0
+    end
+    spots = limits.admitted(box, spots, room)
+    if #spots == 0 then
+      return read, {}, {}, {}
+    end
+  end
   for i = 1, #spots, 2 do
     ids[(i + 1) / 2] = string.sub(spots[i], 17)
   end
   local found = redis.call('HMGET', box.messages, unpack(ids))
-  local tick, by, ends = last_tick(box), '.' .. claimant .. '.', text(now + visible)
+  local by, ends = '.' .. claimant .. '.', text(now + visible)
   local receipts, values, leases, held, last = {}, {}, {}, {}, 0
   for i, id in ipairs(ids) do
     if found[i] then -- else it was deleted by hand
@@ -247,17 +298,18 @@ local function claim_some(box, most, visible, claimant)
   end
   box.tick = tick
   box.dropped = box.dropped + #ids - last
-  return #ids, receipts, values, known
+  return read, receipts, values, known
 end
 
 -- Lease up to `limit` messages, first come first served; their receipts and values, and what the few have: counts,
--- checkpoint and history. Whether the rest is to be asked for again: there is more that is to be dropped.
+-- checkpoint and history. Whether it ended before its time, as much was to be dropped or had to wait at limiters.
 local function lease(box, limit, visible, claimant)
   local receipts, values, extras, got, read = {}, {}, {}, 0, 0
-  while got < limit and (got > 0 or read < 10 * AT_ONCE) do
+  while got < limit and (got > 0 or read < 10 * AT_ONCE) and box.refused < AT_ONCE do
     local done, count, some, of_some, known = pcall(claim_some, box, math.min(limit - got, 1000), visible, claimant)
     if not done then
       if got > 0 then -- these are leased, and the next claim fails
+        read = nil
         break
       end
       error(count, 0)
@@ -283,7 +335,7 @@ local function lease(box, limit, visible, claimant)
   if got > 0 then
     due_at(box, now + visible)
   end
-  return { receipts, values, extras }, got == 0 and read ~= nil
+  return { receipts, values, extras }, got < limit and read ~= nil
 end
 
 -- Whether a lease is held.
@@ -327,7 +379,7 @@ local function unclaim(box, receipts)
   for _, receipt in ipairs(receipts) do
     if redis.call('ZSCORE', box.leases, receipt) then
       local _, rank, place, id = of_receipt(receipt)
-      enqueue(box, id, rank, place, 0)
+      enqueue(box, id, rank, place, 0, 'undone')
       redis.call('ZREM', box.leases, receipt)
     end
   end
@@ -355,7 +407,7 @@ local function nack(box, receipt, delay, charged, front, history)
   if history ~= '' then
     redis.call('HSET', box.more, 'h' .. id, history)
   end
-  enqueue(box, id, rank, front and place or nil, delay)
+  enqueue(box, id, rank, front and place or nil, delay, front and 'front' or 'retry')
   redis.call('ZREM', box.leases, receipt)
   return 1
 end
@@ -377,22 +429,12 @@ local function save_checkpoint(box, receipt, state)
   return 1
 end
 
--- The unfinished ones of these messages: the number (from 0) of its id, its value, where it is, its rank, when it is due (if it is
--- delayed) or was claimed (if it is in flight; 0: not known), and its counts, checkpoint and history, if it has them.
-local function find(box, ids)
-  local found, held = {}, {}
-  for i, id in ipairs(ids) do
-    local value, key, spot = find_waiting(box, id)
-    if value then
-      local place, when = 'pending', 0
-      if key == box.delayed then
-        place, when = 'delayed', tonumber(redis.call('ZSCORE', key, spot))
-      elseif not spot then
-        place, held[id] = 'in_flight', #found + 1
-      end
-      local known = redis.call('HMGET', box.more, 'b' .. id, 'c' .. id, 'h' .. id)
-      local _, rank = of_head(value)
-      found[#found + 1] = { i - 1, value, place, rank, when, unpack(known) }
+-- Tell of messages in flight when they were claimed (see find), unless too many are in flight.
+local function tell_claims(box, found)
+  local held = {}
+  for i, row in ipairs(found) do
+    if row[3] == 'in_flight' then
+      held[row[1]] = i
     end
   end
   if next(held) and redis.call('ZCARD', box.leases) <= AT_ONCE then
@@ -403,6 +445,27 @@ local function find(box, ids)
       end
     end)
   end
+end
+
+-- The unfinished ones of these messages: its id, its value, where it is, its rank, when it is due (if it is
+-- delayed) or was claimed (if it is in flight; 0: not known), and its counts, checkpoint, history and task, if it has them.
+local function find(box, ids)
+  local found = {}
+  for i, id in ipairs(ids) do
+    local value, key, spot = find_waiting(box, id)
+    if value then
+      local place, when = 'pending', 0
+      if key == box.delayed then
+        place, when = 'delayed', tonumber(redis.call('ZSCORE', key, spot))
+      elseif not spot then
+        place = 'in_flight'
+      end
+      local known = redis.call('HMGET', box.more, 'b' .. id, 'c' .. id, 'h' .. id, 't' .. id)
+      local _, rank = of_head(value)
+      found[#found + 1] = { id, value, place, rank, when, unpack(known, 1, 4) }
+    end
+  end
+  tell_claims(box, found)
   return found
 end
 
@@ -415,8 +478,8 @@ local function reschedule(box, id, delay)
   if delay > 0 or key == box.delayed then
     verify(box)
     local _, rank = of_head(value)
-    enqueue(box, id, rank, nil, delay)
-    if delay == 0 or key == box.ready then -- else that entry is the new one
+    enqueue(box, id, rank, nil, delay, key ~= box.delayed and 'moved' or nil)
+    if delay == 0 or key ~= box.delayed then -- else that entry is the new one
       redis.call('ZREM', key, spot)
     end
   end

@@ -11,11 +11,14 @@ local USED = {
   { 'zset', 'expiry', 'ZADD ZCARD ZRANGE ZREM ZSCORE' },
   { 'hash', 'dead', 'HDEL HEXISTS HGET HLEN HRANDFIELD HSCAN HSET HSTRLEN' },
   { 'zset', 'dead_order', 'ZADD ZCARD ZRANGE ZRANK ZREM ZSCAN ZSCORE' },
-  { 'hash', 'dead_details', 'HDEL HMGET HSET' },
+  { 'hash', 'dead_details', 'HDEL HMGET HSCAN HSET' },
   { 'hash', 'records', 'HDEL HEXISTS HGET HLEN HRANDFIELD HSCAN HSET HSTRLEN' },
   { 'zset', 'record_names', 'ZADD ZCARD ZRANGE ZREM ZSCAN' },
   { 'zset', 'record_ends', 'ZADD ZRANGE ZREM ZSCAN' },
   { 'zset', 'waiters', 'ZADD ZCARD ZPOPMIN ZREM ZSCORE' },
+  { 'hash', 'limiters', 'HDEL HGET HLEN HMGET HRANDFIELD HSCAN HSET HSTRLEN' },
+  { 'zset', 'waits', 'ZADD ZCARD ZLEXCOUNT ZMSCORE ZRANGE ZREM ZSCAN ZSCORE' },
+  { 'zset', 'listed', 'ZADD ZCARD ZLEXCOUNT ZRANGE ZREM ZSCAN' },
   { 'hash', 'bodies', 'HDEL HEXISTS HGET HLEN HMGET HRANDFIELD HSCAN HSET HSTRLEN' },
 }
 

@@ -51,7 +51,7 @@ end
 local function has_room(box, capacity, groups)
   local there, new, seen = waiting(box), 0, {}
   for _, group in ipairs(groups) do
-    new = new + how_many_new(box, group.from, group.count, group.has_keys, seen)
+    new = new + how_many_new(box, group.from, group.count, group.parts, seen)
   end
   return new == 0 or there + new <= capacity, there, new
 end
@@ -77,7 +77,7 @@ local function write_record(box, name, version, value, life, capacity, groups)
     end
   end
   for _, group in ipairs(groups) do
-    send(box, group.from, group.count, group.rank, group.delay, group.life, group.has_keys, {})
+    send(box, group.from, group.count, group.rank, group.delay, group.life, group.parts, {})
   end
   return { put_record(box, name, value, life) }
 end

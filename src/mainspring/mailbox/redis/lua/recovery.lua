@@ -30,7 +30,7 @@ local function restore(box, found)
   for i = 1, #found, 2 do
     ids[#ids + 1] = found[i]
   end
-  local moved = redis.call('HMGET', box.more, unpack(fields('p', ids)))
+  local moved, about = redis.call('HMGET', box.more, unpack(fields('p', ids))), limits.list_again(box, ids)
   for i, id in ipairs(ids) do
     local place, rank = of_head(found[2 * i])
     spots[i], late[i] = (moved[i] or place) .. id, rank .. '.' .. id
@@ -44,7 +44,7 @@ local function restore(box, found)
     if keys[i] then
       redis.call('HSETNX', box.dedup, keys[i], id)
     end
-    if not pending[i] and not delayed[i] then
+    if not pending[i] and not delayed[i] and not (about[i] and limits.find(box, id, about[i], string.sub(spots[i], 1, 16))) then
       if not held then
         local without
         held, without = in_flight(box)
@@ -53,7 +53,7 @@ local function restore(box, found)
       if not held[id] and count < lost then -- else it has an index entry with another place, which `more` has lost
         local place, rank = of_head(found[2 * i])
         place = moved[i] or place
-        enqueue(box, id, rank, string.len(place) == 16 and place or nil, 0)
+        enqueue(box, id, rank, string.len(place) == 16 and place or nil, 0, 'moved')
         count = count + 1
       end
     end
@@ -126,10 +126,18 @@ local PARTS = {
     end)
   end },
   { 'HSCAN', 'more', function(box, found)
-    return drop_without_record(box, found, 'HDEL', box.more, box.messages, function(field)
+    return drop_without_record(box, limits.lose(box, found), 'HDEL', box.more, box.messages, function(field)
       return string.sub(field, 2)
     end)
   end },
+  { 'ZSCAN', 'waits', function(box, found)
+    return drop_without_record(box, found, 'ZREM', box.waits, box.messages, limits.waiting_id)
+  end },
+  { 'ZSCAN', 'listed', function(box, found)
+    delete_without_record(found, 'ZREM', box.listed, box.more, limits.listed_field)
+    return 0
+  end },
+  { 'HSCAN', 'limiters', limits.mend },
   { 'ZSCAN', 'dead_order', function(box, found)
     return drop_without_record(box, found, 'ZREM', box.dead_order, box.dead, function(id)
       return id
@@ -168,7 +176,7 @@ end
 local function is_whole(box)
   local messages = redis.call('HLEN', box.messages)
   return messages == waiting(box) and redis.call('HLEN', box.dead) == redis.call('ZCARD', box.dead_order)
-    and redis.call('HLEN', box.bodies) <= messages
+    and redis.call('HLEN', box.bodies) <= messages and (has_more(box) or redis.call('ZCARD', box.listed) == 0)
     and redis.call('HLEN', box.records) == redis.call('ZCARD', box.record_names)
 end
 

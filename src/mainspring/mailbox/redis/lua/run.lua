@@ -46,10 +46,10 @@ end
 -- Messages of one kind, which a record's write sends.
 local function next_group()
   local count, rank, delay, life = next_number(), next_argument(), next_number(), next_number()
-  local has_keys = next_argument() == '1'
+  local parts = next_number()
   local from = at
-  at = at + count * (has_keys and 3 or 2)
-  return { from = from, count = count, rank = rank, delay = delay, life = life, has_keys = has_keys }
+  at = at + count * size_of(parts)
+  return { from = from, count = count, rank = rank, delay = delay, life = life, parts = parts }
 end
 
 -- The mailbox whose keys begin behind that number of keys.
@@ -105,20 +105,21 @@ local function delete_unused_bodies(of, ids)
 end
 
 -- What a sender is told, whose messages are stored (see send) if no more than `capacity` wait then; below 0: any number may.
-local function send_within(of, capacity, from, count, rank, delay, expires, has_keys, large)
+local function send_within(of, capacity, from, count, rank, delay, expires, parts, large)
   if is_missing(of) then
     return {}
   end
+  local has_keys = parts % 2 == 1
   if has_keys or capacity >= 0 then
     sweep(of)
   end
   if capacity >= 0 then
-    local there, new = waiting(of), how_many_new(of, from, count, has_keys, {})
+    local there, new = waiting(of), how_many_new(of, from, count, parts, {})
     if new > 0 and there + new > capacity then
       return sweep(of) and { 'again' } or { 'full', there, new }
     end
   end
-  local ids = send(of, from, count, rank, delay, expires, has_keys, large)
+  local ids = send(of, from, count, rank, delay, expires, parts, large)
   if not ids then
     return { 'oom' }
   end
@@ -139,11 +140,11 @@ local operations = {
   end,
   send = function()
     local count, rank, delay, expires = next_number(), next_argument(), next_number(), next_number()
-    local capacity, has_keys = next_number(), next_argument() == '1'
+    local capacity, parts = next_number(), next_number()
     local from = at
-    at = at + count * (has_keys and 3 or 2)
+    at = at + count * size_of(parts)
     local large = next_list()
-    local done, result = pcall(send_within, box, capacity, from, count, rank, delay, expires, has_keys, large)
+    local done, result = pcall(send_within, box, capacity, from, count, rank, delay, expires, parts, large)
     pcall(delete_unused_bodies, box, large)
     if not done and result ~= NO_BODY then
       error(result, 0)
@@ -156,19 +157,20 @@ local operations = {
     if sweep_expired(box) then -- others want to be served before the rest of it is done
       return { {}, {}, {}, 1 }
     end
-    local found, again = lease(box, limit, visible, claimant)
+    pcall(limits.let_in, box)
+    local found, is_cut = lease(box, limit, visible, claimant)
     local got = #found[1]
-    if again then
+    if is_cut and got == 0 then
       return { {}, {}, {}, 1 }
     end
-    if got < limit then
+    if got < limit and not is_cut then
       box.added = 0 -- all that came has been taken
       asked = true
       box.waiter = waiter
     end
     if waiter ~= '' and (got == 0 or more_wait) then
       list_waiter(box, waiter)
-      if got == limit then -- what came while it was not on the list has woken no process
+      if got == limit or is_cut then -- what came while it was not on the list has woken no process
         box.added = math.max(box.added, redis.call('ZCARD', box.ready))
       end
     end
@@ -355,6 +357,26 @@ local operations = {
     local id, delay = next_argument(), next_number()
     return sweep(box) and -1 or reschedule(box, id, delay)
   end,
+  list_messages = function()
+    local place, limit, since, list = next_argument(), next_number(), next_number(), next_argument()
+    local after = next_argument()
+    return sweep(box) and -1 or list_messages(box, place, limit, since, list, after)
+  end,
+  replace_body = function()
+    local id, body = next_argument(), next_argument()
+    return sweep(box) and -1 or replace_body(box, id, body)
+  end,
+  change_limits = function()
+    verify(box)
+    for _ = 1, next_number() do
+      local task, declared, paused, instead = next_argument(), next_argument(), next_argument(), next_argument()
+      limits.change(box, task, declared ~= '' and declared, paused, instead)
+    end
+    return 1
+  end,
+  limits = function()
+    return sweep(box) and -1 or limits.all(box)
+  end,
   write_record = function()
     local records, name, version = next_number(), next_argument(), next_argument()
     local is_kept, value, life, capacity = next_argument() == '1', next_argument(), next_number(), next_number()
@@ -431,9 +453,11 @@ end
 -- What is behind the operations of a batch. They have been done: nothing of this is an error of theirs. Who should have been
 -- called and was not, looks by itself after a while.
 local function finish(of, behind)
+  pcall(limits.let_in, of)
   if of.added > 0 and not of.no_waiters then
     pcall(wake, of)
   end
+  pcall(limits.save, of)
   if of.first_due then
     pcall(tell_due, of)
   end
@@ -446,7 +470,7 @@ local function finish(of, behind)
   if is_transient(of) then
     local known = redis.pcall('PTTL', of.state)
     local left = of.used and DAY or math.max(tonumber(known) or DAY, 1000)
-    for i = 1, KEYS_OF_ONE do
+    for i = 1, KEYS_OF_TRANSIENT do
       redis.pcall('PEXPIRE', KEYS[behind + i], left)
     end
   end

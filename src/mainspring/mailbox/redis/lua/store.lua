@@ -1,5 +1,6 @@
 -- The keys of a mailbox, and what every operation stands on. The files of this directory are joined into one library of
--- functions, in the order store, permissions, sweep, listeners, messages, records, dead, recovery, run; a call performs a whole batch
+-- functions, in the order store, permissions, limits, sweep, listeners, messages, records, dead, recovery, listing, run; a call
+-- performs a whole batch
 -- of operations on one mailbox. All instants are the server's, in microseconds.
 --
 -- Redis does not undo what a function wrote before it raised an error. An operation therefore reads first, and writes in an
@@ -22,28 +23,37 @@
 --   leases    zset   receipt -> when it ends. A receipt: time of the claim "." rank "." claimant "." place id
 --   state     hash   seq: the last place given; tick: the time of the last claim or of the last write of a record, no two are
 --                    equal; settled: how many are; g and the name of a channel: the tick of the last message that was claimed
---                    for its listener and sent there; recovery and recovered: see recovery.lua
+--                    for its listener and sent there; recovery and recovered: see recovery.lua; limits: there are some; d and a
+--                    task: what they are (see limits.lua)
 --   more      hash   what only some messages have, by a letter and the id: b: deliveries, attempts and first claim of one that
 --                    came back; c: checkpoint; h: history; k: dedup key; l: its expiry, which came while it was in flight;
---                    p: its place, where it is another than the one in its head
+--                    p: its place, where it is another than the one in its head; t: its task (see limits.lua). And `!`: claims
+--                    want to know when a message in flight has ended
 --   dedup     hash   dedup key -> id
---   expiry    zset   id -> when it expires
+--   expiry    zset   id -> when it expires; a byte of 0 and a limiter -> when that opens
 --   dead      hash   id -> head and body
 --   dead_order  zset  id -> its number, in the order in which messages died
 --   dead_details  hash  m: deliveries, attempts, first claim and death, by id; w: why (the client's JSON; none: it expired);
---                    c, h, k as in more
+--                    c, h, k, t as in more
 --   records   hash   kind, a byte of 0, and key, its name -> version "|" when it ends (none: never) "|" value
 --   record_names  zset  name -> 0: in the order of their bytes
 --   record_ends  zset  name -> when it ends
+--   limiters  hash   see limits.lua
+--   waits     zset   limiter, rank, place, id -> 0: the messages that wait at limiters, in the order of the bytes
+--   listed    zset   't' task, or 'k' key and task; place and id -> 0: the messages that have a task
 --   waiters   zset   a process that waits for messages -> since when. Its name: that of its channel "." how long the leases are that it wants
 --
 -- Unlike the hash of the messages, `more` is empty in most mailboxes, so that one look at it saves all others.
 
 local AT_ONCE = 1000 -- of each kind that is due: the callers of this batch should not wait for thousands
-local KEYS_OF_ONE = 13
+local KEYS_OF_ONE = 16
+local KEYS_OF_TRANSIENT = 13 -- none of its messages has a task
+local STEP = 1000 -- from one place to the next: those of keys are between
 local DAY = 86400000
 local LONGEST_LEASE = 43200000000 -- that a receive can ask for, in microseconds
 local MOST_PUSHED = 65536 -- bytes that a message sent to who waits may have: a server hangs up on listeners that it owes too much
+
+local limits = {} -- what limits.lua has for the others
 
 -- Of the call that is being served.
 local KEYS, ARGV, now
@@ -77,11 +87,12 @@ end
 -- The mailbox whose keys begin behind KEYS[behind]. Operations read of its state what they need.
 local function box_of(behind)
   return {
-    added = 0, settled = 0, dropped = 0, no_waiters = false,
+    added = 0, settled = 0, dropped = 0, no_waiters = false, defined = {}, known = {}, touched = {}, first = {}, budget = AT_ONCE,
+    refused = 0,
     messages = KEYS[behind + 1], ready = KEYS[behind + 2], delayed = KEYS[behind + 3], leases = KEYS[behind + 4],
     state = KEYS[behind + 5], more = KEYS[behind + 6], dedup = KEYS[behind + 7], expiry = KEYS[behind + 8],
     dead = KEYS[behind + 9], dead_order = KEYS[behind + 10], dead_details = KEYS[behind + 11], waiters = KEYS[behind + 12],
-    bodies = KEYS[behind + 13],
+    bodies = KEYS[behind + 13], limiters = KEYS[behind + 14], waits = KEYS[behind + 15], listed = KEYS[behind + 16],
   }
 end
 
@@ -109,8 +120,8 @@ end
 
 -- The last of `count` new numbers, of messages or of dead letters.
 local function next_seq(box, count)
-  local seq = redis.call('HINCRBY', box.state, 'seq', count)
-  if seq == count and redis.call('HLEN', box.messages) > 0 then -- the key was deleted: they come behind what is there
+  local seq = redis.call('HINCRBY', box.state, 'seq', count * STEP)
+  if seq == count * STEP and redis.call('HLEN', box.messages) > 0 then -- the key was deleted: they come behind what is there
     seq = redis.call('HINCRBY', box.state, 'seq', text(now))
   end
   return seq
@@ -124,9 +135,12 @@ local function new_place(box)
   return place_of(next_seq(box, 1))
 end
 
--- When the last claim was made.
+-- When the last claim was made. With it comes whether there are limits.
 local function last_tick(box)
-  box.tick = box.tick or tonumber(redis.call('HGET', box.state, 'tick') or nil) or 0
+  if not box.tick then
+    local known = redis.call('HMGET', box.state, 'tick', 'limits')
+    box.tick, box.is_limited = tonumber(known[1] or nil) or 0, known[2]
+  end
   return box.tick
 end
 
@@ -184,8 +198,8 @@ local function id_of_receipt(receipt)
   return string.sub(receipt, string.find(receipt, '.', behind_rank + 1, true) + 17)
 end
 
--- Forget messages that have ended and have no place any more.
-local function delete_messages(box, ids)
+-- Forget messages that have ended and have no place any more. `unclaimed`: they were not in flight.
+local function delete_messages(box, ids, unclaimed)
   local expire, large = redis.call('ZCARD', box.expiry) > 0, redis.call('HLEN', box.bodies) > 0
   if has_more(box) then
     local keys = look_up('HMGET', box.more, fields('k', ids))
@@ -198,7 +212,8 @@ local function delete_messages(box, ids)
     if #given > 0 then
       bulk('HDEL', box.dedup, given)
     end
-    for letter in string.gmatch('bchklp', '.') do
+    limits.forget(box, ids, unclaimed)
+    for letter in string.gmatch('bchklpt', '.') do
       bulk('HDEL', box.more, fields(letter, ids))
     end
   end
@@ -214,7 +229,7 @@ end
 local function delete_dead(box, id)
   redis.call('HDEL', box.dead, id)
   redis.call('ZREM', box.dead_order, id)
-  redis.call('HDEL', box.dead_details, 'm' .. id, 'w' .. id, 'c' .. id, 'h' .. id, 'k' .. id)
+  redis.call('HDEL', box.dead_details, 'm' .. id, 'w' .. id, 'c' .. id, 'h' .. id, 'k' .. id, 't' .. id)
 end
 
 -- A record with its body, wherever that is; nil: the body was deleted by hand.
@@ -237,8 +252,8 @@ local function counts_of(box, id)
   return tonumber(deliveries) or 0, tonumber(attempts) or 0, first
 end
 
--- Move a message that has no place any more to the dead letters. `why` nil: it expired.
-local function dead_letter(box, id, why, claimed, history, at)
+-- Move a message that has no place any more to the dead letters. `why` nil: it expired. `unclaimed`: it was not in flight.
+local function dead_letter(box, id, why, claimed, history, at, unclaimed)
   local value = redis.call('HGET', box.messages, id)
   if not value then
     return
@@ -246,14 +261,14 @@ local function dead_letter(box, id, why, claimed, history, at)
   value = with_body(box, id, value)
   if not value then
     box.dropped = box.dropped + 1
-    delete_messages(box, { id })
+    delete_messages(box, { id }, unclaimed)
     return
   end
   local deliveries, attempts, first = counts_of(box, id)
   if claimed then
     deliveries, attempts, first = deliveries + 1, attempts + 1, first or claimed
   end
-  local kept = redis.call('HMGET', box.more, 'c' .. id, 'h' .. id, 'k' .. id)
+  local kept = redis.call('HMGET', box.more, 'c' .. id, 'h' .. id, 'k' .. id, 't' .. id)
   local record = { 'm' .. id, table.concat({ deliveries, attempts, first or '0', text(at or now) }, ' ') }
   for i, letter in ipairs({ 'c', 'h', 'k' }) do
     local known = kept[i]
@@ -265,6 +280,10 @@ local function dead_letter(box, id, why, claimed, history, at)
       record[#record + 1] = known
     end
   end
+  if kept[4] then
+    record[#record + 1] = 't' .. id
+    record[#record + 1] = limits.died(box, id, kept[4], not unclaimed)
+  end
   if why then
     record[#record + 1] = 'w' .. id
     record[#record + 1] = why
@@ -272,18 +291,19 @@ local function dead_letter(box, id, why, claimed, history, at)
   redis.call('HSET', box.dead, id, value)
   redis.call('HSET', box.dead_details, unpack(record))
   redis.call('ZADD', box.dead_order, next_seq(box, 1), id)
-  delete_messages(box, { id })
+  delete_messages(box, { id }, unclaimed)
 end
 
 -- Let a message without a holder wait: at its old place, at the tail (place nil), or first for `delay` microseconds. Its old
--- index entry goes behind this.
-local function enqueue(box, id, rank, place, delay)
+-- index entry goes behind this. `ended`: how its delivery ended (see limits.returned); nil: its delay is over.
+local function enqueue(box, id, rank, place, delay, ended)
   if redis.call('HEXISTS', box.messages, id) == 0 then -- it was deleted by hand
     box.dropped = box.dropped + 1
     bulk('HDEL', box.more, { 'b' .. id, 'c' .. id, 'h' .. id, 'k' .. id, 'l' .. id, 'p' .. id })
     return
   end
-  local late = redis.call('HGET', box.more, 'l' .. id)
+  local late, about, is_watched = unpack(redis.call('HMGET', box.more, 'l' .. id, 't' .. id, '!'))
+  local entry = about and limits.returned(box, id, about, ended)
   if late then
     dead_letter(box, id, nil, nil, nil, tonumber(late) or now)
     return
@@ -291,11 +311,15 @@ local function enqueue(box, id, rank, place, delay)
   if delay > 0 then
     redis.call('ZADD', box.delayed, now + delay, rank .. '.' .. id)
     due_at(box, now + delay)
+    box.added = box.added + (is_watched and 1 or 0)
     return
   end
   if not place then
-    place = new_place(box)
+    place = entry and limits.place_of(box, entry) or new_place(box)
     redis.call('HSET', box.more, 'p' .. id, place)
+  end
+  if entry and limits.come_again(box, entry, place, ended) then
+    return
   end
   redis.call('ZADD', box.ready, rank, place .. id)
   box.added = box.added + 1

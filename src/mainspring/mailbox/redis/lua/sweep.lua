@@ -9,7 +9,7 @@ local function end_leases(box)
     local claimed, rank, _, id = of_receipt(receipt)
     if claimed then
       count_delivery(box, id, claimed, 1) -- the handler may have died of it
-      enqueue(box, id, rank, nil, 0)
+      enqueue(box, id, rank, nil, 0, 'retry')
     else
       box.dropped = box.dropped + 1
     end
@@ -40,9 +40,14 @@ local function find_waiting(box, id)
     return nil
   end
   local place, rank = of_head(value)
-  local spot = (redis.call('HGET', box.more, 'p' .. id) or place) .. id
+  local moved, about = unpack(redis.call('HMGET', box.more, 'p' .. id, 't' .. id))
+  local spot = (moved or place) .. id
   if redis.call('ZSCORE', box.ready, spot) then
     return value, box.ready, spot
+  end
+  local waits = about and limits.find(box, id, about, moved or place)
+  if waits then
+    return value, box.waits, waits
   end
   spot = rank .. '.' .. id
   if redis.call('ZSCORE', box.delayed, spot) then
@@ -54,7 +59,7 @@ end
 local function expire_one(box, id, at)
   local value, key, spot = find_waiting(box, id)
   if spot then
-    dead_letter(box, id, nil, nil, nil, tonumber(at))
+    dead_letter(box, id, nil, nil, nil, tonumber(at), key ~= box.delayed)
     redis.call('ZREM', key, spot)
   elseif value then
     redis.call('HSET', box.more, 'l' .. id, at)
@@ -65,7 +70,11 @@ end
 local function expire(box)
   local over = redis.call('ZRANGE', box.expiry, '-inf', now, 'BYSCORE', 'LIMIT', 0, AT_ONCE, 'WITHSCORES')
   for i = 1, #over, 2 do
-    expire_one(box, over[i], over[i + 1])
+    if string.byte(over[i]) == 0 then
+      limits.open(box, over[i])
+    else
+      expire_one(box, over[i], over[i + 1])
+    end
   end
 end
 
@@ -87,6 +96,13 @@ end
 
 -- The same; whether messages that have expired are left, which are not to be claimed.
 local function sweep_expired(box)
-  local ends = sweep(box) and earliest(box.expiry)
-  return ends and ends <= now
+  if not sweep(box) then
+    return false
+  end
+  for _, id in ipairs(redis.call('ZRANGE', box.expiry, '-inf', now, 'BYSCORE', 'LIMIT', 0, 100)) do
+    if string.byte(id) ~= 0 then
+      return true
+    end
+  end
+  return false
 end
