@@ -322,8 +322,9 @@ async def test_dead_letters_that_do_not_fit_are_not_replayed(path, anyio_backend
 def test_no_statement_of_the_daily_work_scans_a_table(tmp_path):
     connection = apsw.Connection(str(tmp_path / "plan.db"))
     connection.execute(sql.SCHEMA)
-    whole = {"SCHEMA", "START", "BOOT", "NEW_BOOT", "VOID_LEASES", "PENDING", "HEAD", "SET_TICK"}
+    whole = {"SCHEMA", "START", "BOOT", "NEW_BOOT", "VOID_LEASES", "READY_IN", "HEAD", "SET_TICK"}
     whole |= {"LEASE_OF", "LAST_MAILBOX", "ADD_MAILBOX", "UNUSED"}  # what is in flight, and the mailboxes, are few
+    whole |= {"ALL_LIMITS", "ANY_LIMITS"}  # as are the limited tasks
     checked = 0
     for name, statement in vars(sql).items():
         if name.startswith("_") or name in whole or not (isinstance(statement, str) and name.isupper()):

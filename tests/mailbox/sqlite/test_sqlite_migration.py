@@ -11,7 +11,36 @@ from mainspring.mailbox.sqlite.mailbox import SQLiteMailbox
 
 pytestmark = pytest.mark.anyio
 
-TO_FOURTH = """
+TO_FIFTH = """
+DROP TABLE limits;
+DROP TABLE limiters;
+DROP TABLE waiting;
+DROP INDEX messages_by_task;
+DROP INDEX messages_in_turn;
+ALTER TABLE mailboxes DROP COLUMN waiting;
+ALTER TABLE mailboxes DROP COLUMN most;
+ALTER TABLE mailboxes DROP COLUMN limited;
+ALTER TABLE mailboxes DROP COLUMN opens_at;
+ALTER TABLE messages DROP COLUMN task;
+ALTER TABLE messages DROP COLUMN key;
+ALTER TABLE messages DROP COLUMN weight;
+ALTER TABLE messages DROP COLUMN place;
+ALTER TABLE delayed DROP COLUMN permits;
+ALTER TABLE dead DROP COLUMN task;
+ALTER TABLE dead DROP COLUMN key;
+ALTER TABLE dead DROP COLUMN weight;
+ALTER TABLE dead DROP COLUMN permits;
+ALTER TABLE ready RENAME TO ready_later;
+CREATE TABLE ready (
+    mailbox INTEGER NOT NULL, rank INTEGER NOT NULL, pos INTEGER NOT NULL, seq INTEGER NOT NULL,
+    PRIMARY KEY (mailbox, rank, pos)
+) STRICT, WITHOUT ROWID;
+INSERT INTO ready SELECT mailbox, rank, pos, seq FROM ready_later;
+DROP TABLE ready_later;
+ALTER TABLE leases DROP COLUMN permits;
+PRAGMA user_version = 5;
+"""
+TO_FOURTH = f"""{TO_FIFTH}
 DROP TABLE records;
 ALTER TABLE mailboxes DROP COLUMN records_end;
 PRAGMA user_version = 4;
@@ -54,7 +83,9 @@ def made_of(path: str) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize(
-    "to_earlier", [TO_FIRST, TO_SECOND, TO_THIRD, TO_FOURTH], ids=["first", "second", "third", "fourth"]
+    "to_earlier",
+    [TO_FIRST, TO_SECOND, TO_THIRD, TO_FOURTH, TO_FIFTH],
+    ids=["first", "second", "third", "fourth", "fifth"],
 )
 async def test_a_file_of_an_earlier_schema_is_migrated_with_all_its_messages(path, to_earlier):
     async with SQLiteMailbox(path) as mailbox:

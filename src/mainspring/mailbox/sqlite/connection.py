@@ -19,6 +19,7 @@ from mainspring.errors import ConfigError, MailboxConnectionError, MailboxError,
 from mainspring.mailbox.backend import TRANSIENT
 from mainspring.mailbox.batched import Open
 from mainspring.mailbox.sqlite import schema as sql
+from mainspring.mailbox.sqlite.limits import KnownLimits
 from mainspring.mailbox.sqlite.notifier import has_settled
 from mainspring.mailbox.sqlite.store import inspect, perform
 
@@ -62,14 +63,14 @@ _USABLE_AFTER = (apsw.BusyError, apsw.LockedError, apsw.FullError, apsw.Protocol
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What an inspection has found: the messages that are pending, by mailbox, and when the next lease ends (since boot), or
-    delay or expiry (POSIX).
+    """What an inspection has found: the messages that are ready, by mailbox, and when the next lease ends (since boot), or
+    delay or expiry, or when a limiter opens (POSIX).
 
     ``state`` is that of the file, None if it had changed too recently to tell it from the next one.
     """
 
     state: tuple[int, ...] | None
-    pending: dict[int, int]
+    ready: dict[int, int]
     until: float
     date: float
 
@@ -109,6 +110,7 @@ class DatabaseFile:
         self._tick = 0  # the last tick committed by this process
         self._rested = False
         self._seen: Seen | None = None
+        self._limits = KnownLimits()
 
     @property
     def connected(self) -> bool:
@@ -177,7 +179,7 @@ class DatabaseFile:
         Nothing is read for that: it is known where nothing was written since the last :meth:`inspect`.
         """
         seen = self._seen
-        if seen is None or any(mailbox in seen.pending for mailbox in mailboxes):
+        if seen is None or any(mailbox in seen.ready for mailbox in mailboxes):
             return None
         soonest = seen.soonest(boot, wall)
         return None if soonest <= boot or self.has_changed() else soonest
@@ -227,7 +229,7 @@ class DatabaseFile:
         commands: Sequence[Command],
         boot: Callable[[], float],
         wall: float,
-        do: Callable[[apsw.Connection, Sequence[Command], float, float], UnitOfWork],
+        do: Callable[[apsw.Connection, Sequence[Command], float, float, KnownLimits], UnitOfWork],
     ) -> UnitOfWork:
         for command in commands:
             command.result = command.error = None
@@ -236,9 +238,10 @@ class DatabaseFile:
             connection.execute("PRAGMA synchronous = normal")
         try:
             connection.execute("BEGIN IMMEDIATE")
-            work = do(connection, commands, boot(), wall)
+            work = do(connection, commands, boot(), wall, self._limits)
             connection.execute("COMMIT")
         except BaseException:
+            self._limits.forget()
             _roll_back(connection)
             raise
         finally:
@@ -346,6 +349,7 @@ class DatabaseFile:
             connection.set_wal_hook(self._committed)
             self._prepare(connection, version)
             ((file_id,),) = _execute_once(connection, sql.FILE_ID)
+        self._limits.forget()
         self._connection = connection
         self._identity = FileIdentity(inode or _inode(self.path), str(file_id))
         self._log = _inode(f"{self.path}-wal")
@@ -497,7 +501,7 @@ def _new_file(names: tuple[str, ...], boot_id: str) -> bytes:
     with contextlib.closing(apsw.Connection(":memory:")) as connection:
         connection.deserialize("main", _tables())
         connection.execute(sql.START, (boot_id, NO_FILE_ID.decode()))
-        perform(connection, list(map(Open, names)), 0.0, 0.0)
+        perform(connection, list(map(Open, names)), 0.0, 0.0, KnownLimits())
         content = bytearray(connection.serialize("main"))
     content[18:20] = b"\2\2"  # of the header: it has a write-ahead log
     return bytes(content)
@@ -520,17 +524,20 @@ def check_sqlite(version: str) -> None:
         )
 
 
-def _one_by_one(connection: apsw.Connection, commands: Sequence[Command], boot: float, wall: float) -> UnitOfWork:
+def _one_by_one(
+    connection: apsw.Connection, commands: Sequence[Command], boot: float, wall: float, known: KnownLimits
+) -> UnitOfWork:
     """Do each command by itself, so that only the failing command fails."""
-    whole = perform(connection, (), boot, wall)
+    whole = perform(connection, (), boot, wall, known)
     for command in commands:
         connection.execute("SAVEPOINT one")
         try:
-            work = perform(connection, (command,), boot, wall)
+            work = perform(connection, (command,), boot, wall, known)
         except tuple(_TROUBLE):
             raise
         except Exception as error:  # whatever it is, it is this command's
             connection.execute("ROLLBACK TO one")
+            known.forget()
             command.error = error
             if not isinstance(error, MainspringError):
                 command.error = MailboxError(f"the store cannot do this: {type(error).__name__}: {error}")

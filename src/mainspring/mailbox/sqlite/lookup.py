@@ -1,9 +1,9 @@
-"""What is done to a message by its id: it is found, cancelled or rescheduled, wherever it is."""
+"""What is done to a message by its id: it is found, cancelled, rescheduled or changed, wherever it is."""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mainspring.mailbox.codec import headers_of
 from mainspring.mailbox.message import (
@@ -16,48 +16,61 @@ from mainspring.mailbox.message import (
     UnfinishedMessage,
 )
 from mainspring.mailbox.sqlite import schema as sql
-from mainspring.mailbox.sqlite.unit_of_work import UnitOfWork, enqueue
+from mainspring.mailbox.sqlite.limits import Limitable
+from mainspring.mailbox.sqlite.unit_of_work import UnitOfWork, enqueue, leave_delayed, leave_line
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from mainspring.mailbox.batched import Cancel
-    from mainspring.mailbox.job_commands import Find, Reschedule
+    from mainspring.mailbox.job_commands import Find, ReplaceBody, Reschedule
+
+
+class Spot(NamedTuple):
+    """Where an unfinished message is: due ``at``, or claimed ``at``; its ``lease``, and its permits if it waits no more."""
+
+    place: MessagePlace
+    at: float | None = None
+    lease: int = 0
+    permits: int | None = None
 
 
 def find(work: UnitOfWork, commands: list[Find]) -> None:
     """Find messages by their ids."""
     for command in commands:
         rows = work.rows(sql.FIND, (json.dumps(command.ids), command.mailbox))
-        command.result = [_seen(work, command.mailbox, *row) for row in rows]
+        command.result = [unfinished(row, spot_of(work, command.mailbox, *row[:5])) for row in rows]
 
 
-def _seen(work: UnitOfWork, mailbox: int, seq: int, rank: int, *row: Any) -> UnfinishedMessage:
-    name, body, deliveries, attempts, sent, first, reply_to, headers, checkpoint, history = row
-    place, found = _place_of(work, mailbox, rank, seq)
-    if place is MessagePlace.IN_FLIGHT:
-        _, claimed_at = found
-        deliveries, attempts, first = deliveries + 1, attempts + 1, first or claimed_at
+def unfinished(row: tuple[Any, ...], spot: Spot) -> UnfinishedMessage:
+    """Return what a row of ``messages`` and its spot say."""
+    _, rank, _, _, key, name, body, deliveries, attempts, sent, first, reply_to, headers, checkpoint, history = row
+    if spot.place is MessagePlace.IN_FLIGHT:
+        deliveries, attempts, first = deliveries + 1, attempts + 1, first or spot.at
     known = {} if headers is None else headers_of(headers) or {}
     message = ClaimedMessage(
         name, body, "", deliveries, attempts, sent, first or 0.0, reply_to, known, checkpoint, None, history
     )
-    return UnfinishedMessage(message, place, found[0] if place is MessagePlace.DELAYED else None, -rank)
+    due = spot.at if spot.place is MessagePlace.DELAYED else None
+    return UnfinishedMessage(message, spot.place, due, -rank, key)
 
 
-def _place_of(work: UnitOfWork, mailbox: int, rank: int, seq: int) -> tuple[MessagePlace, Sequence[Any]]:
-    """Return where an unfinished message is, with its lease and when that began, or the date on which it is due.
+def spot_of(
+    work: UnitOfWork, mailbox: int, seq: int, rank: int, place: float | None, task: str | None, key: str | None
+) -> Spot:
+    """Return where an unfinished message is.
 
-    Only a message that is in flight, or has come back, is looked for among the leases. They are few beside the messages that
-    wait, and those made before the message was sent are left out.
+    Only a message that is in flight, or has come back and has no task, is looked for among the leases. They are few beside the
+    messages that wait, and those made before the message was sent are left out.
     """
-    for due in work.rows(sql.DUE_OF, (seq,)):
-        return MessagePlace.DELAYED, due
-    if work.rows(sql.AT_OWN_PLACE, (mailbox, rank, seq, seq)):
-        return MessagePlace.PENDING, ()
-    for lease in work.rows(sql.LEASE_OF, (seq, seq)):
-        return MessagePlace.IN_FLIGHT, lease
-    return MessagePlace.PENDING, ()
+    for due, permits in work.rows(sql.DUE_OF, (seq,)):
+        return Spot(MessagePlace.DELAYED, due, permits=permits)
+    pos = seq if place is None else place
+    if work.rows(sql.READY_AT, (mailbox, rank, pos, seq)):
+        return Spot(MessagePlace.PENDING)
+    if task is not None and work.limits is not None and work.limits.waits_at(mailbox, rank, pos, seq, task, key):
+        return Spot(MessagePlace.PENDING)
+    for lease, claimed_at, permits in work.rows(sql.LEASE_OF, (seq, seq)):
+        return Spot(MessagePlace.IN_FLIGHT, claimed_at, lease, permits)
+    return Spot(MessagePlace.PENDING)
 
 
 def cancel(work: UnitOfWork, commands: list[Cancel]) -> None:
@@ -72,22 +85,25 @@ def cancel(work: UnitOfWork, commands: list[Cancel]) -> None:
 def _end(
     work: UnitOfWork,
     command: Cancel,
-    seq: int,
-    rank: int,
+    expires: float | None,
     reply_to: str | None,
     headers: str | None,
-    expires: float | None,
+    weight: float | None,
+    *row: Any,
 ) -> Cancelled:
     mailbox = command.mailbox
+    seq, _, _, task, key = row
+    spot = spot_of(work, mailbox, *row)
     outcome = CancelOutcome.REMOVED
-    place, found = _place_of(work, mailbox, rank, seq)
-    if place is MessagePlace.IN_FLIGHT:
+    if spot.place is MessagePlace.IN_FLIGHT:
         outcome = CancelOutcome.CANCELLED
-        work.execute(sql.DROP_LEASE, (found[0],))
+        work.execute(sql.DROP_LEASE, (spot.lease,))
+        if work.limits is not None:
+            work.limits.left(mailbox, Limitable.of(task, key, weight, spot.permits), was_claimed=True)
         work.delta(mailbox).in_flight -= 1
         work.cancelled.append((mailbox, command.message_id))
     else:
-        _take_out(work, mailbox, rank, seq, expires, *found)
+        _take_out(work, mailbox, spot, expires, *row)
     work.execute(sql.DROP_MESSAGE, (seq,))
     work.delta(mailbox).settled += 1
     return Cancelled(outcome, reply_to, {} if headers is None else headers_of(headers) or {})
@@ -103,38 +119,54 @@ def reschedule(work: UnitOfWork, commands: list[Reschedule]) -> None:
 
 
 def _move(
-    work: UnitOfWork, command: Reschedule, seq: int, rank: int, reply_to: str | None, headers: str | None, expires: Any
+    work: UnitOfWork,
+    command: Reschedule,
+    expires: float | None,
+    reply_to: str | None,
+    headers: str | None,
+    weight: float | None,
+    *row: Any,
 ) -> RescheduleOutcome:
     mailbox = command.mailbox
-    place, found = _place_of(work, mailbox, rank, seq)
-    if place is MessagePlace.IN_FLIGHT:
+    seq, rank, _, task, key = row
+    spot = spot_of(work, mailbox, *row)
+    if spot.place is MessagePlace.IN_FLIGHT:
         return RescheduleOutcome.IN_FLIGHT
-    if command.delay or place is MessagePlace.DELAYED:
-        _take_out(work, mailbox, rank, seq, expires, *found)
-        work.tick += 1
-        enqueue(work, mailbox, seq, rank, work.tick, command.delay, expires)
+    if command.delay or spot.place is MessagePlace.DELAYED:
+        _take_out(work, mailbox, spot, expires, *row)
+        enqueue(work, mailbox, seq, rank, expires, Limitable.of(task, key, weight, None), delay=command.delay)
     return RescheduleOutcome.RESCHEDULED
 
 
+def replace_body(work: UnitOfWork, commands: list[ReplaceBody]) -> None:
+    """Let messages that wait have another body."""
+    for command in commands:
+        command.result = RescheduleOutcome.UNKNOWN
+        for _, _, _, _, *row in work.rows(sql.BY_ID, (command.message_id, command.mailbox)):
+            command.result = RescheduleOutcome.IN_FLIGHT
+            if spot_of(work, command.mailbox, *row).place is not MessagePlace.IN_FLIGHT:
+                work.execute(sql.REPLACE_BODY, (command.body, row[0]))
+                command.result = RescheduleOutcome.RESCHEDULED
+            break
+
+
 def _take_out(
-    work: UnitOfWork, mailbox: int, rank: int, seq: int, expires: float | None, due: float | None = None
+    work: UnitOfWork,
+    mailbox: int,
+    spot: Spot,
+    expires: float | None,
+    seq: int,
+    rank: int,
+    place: float | None,
+    task: str | None,
+    key: str | None,
 ) -> None:
-    """Remove a message from where it waits: among the delayed ones if it has a ``due``, else among the pending ones."""
-    delta = work.delta(mailbox)
+    """Remove a message from where it waits: among the delayed ones, or among the pending ones."""
     if expires is not None:
         work.execute(sql.NOT_EXPIRING, (expires, seq))
-    if due is not None:
-        work.execute(sql.FORGET_DELAYED, (due, seq))
-        delta.delayed -= 1
-    else:
-        _leave_ready(work, mailbox, rank, seq)
-        delta.pending -= 1
-
-
-def _leave_ready(work: UnitOfWork, mailbox: int, rank: int, seq: int) -> None:
-    """Remove it from the pending ones. It is at the place of its own number, or, having come back once, behind that."""
-    for statement in (sql.FORGET_READY, sql.FORGET_READY_FROM):
-        place = (mailbox, rank, seq) if statement == sql.FORGET_READY else (mailbox, rank, seq, seq)
-        work.execute(statement, place)
-        if work.changes():
-            return
+    if spot.place is MessagePlace.DELAYED and spot.at is not None:
+        leave_delayed(work, mailbox, seq, spot.at, task, key)
+        return
+    pos = seq if place is None else place
+    if not leave_line(work, mailbox, seq, rank, pos, task, key):  # without a task, it is behind that once it came back
+        work.execute(sql.FORGET_READY_FROM, (mailbox, rank, seq, seq))

@@ -18,7 +18,17 @@ from mainspring.errors import ConfigError, MainspringError
 from mainspring.mailbox import batched
 from mainspring.mailbox.backend import TRANSIENT, TRANSIENT_LIFE, Capabilities, MailboxStatistics
 from mainspring.mailbox.batched import Batcher, Command
-from mainspring.mailbox.job_commands import Find, FindRecords, ListRecords, Reschedule, WriteRecord
+from mainspring.mailbox.job_commands import (
+    ChangeLimits,
+    Find,
+    FindRecords,
+    ListLimits,
+    ListMessages,
+    ListRecords,
+    ReplaceBody,
+    Reschedule,
+    WriteRecord,
+)
 from mainspring.mailbox.limits import check_column, check_row, lease_over
 from mainspring.mailbox.mailbox import Mailbox
 from mainspring.mailbox.message import Dead, Nack
@@ -31,7 +41,16 @@ from mainspring.mailbox.sqlite.threads import INSPECT_EVERY
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from mainspring.mailbox.message import ClaimedMessage, Envelope, RescheduleOutcome, Settlement, UnfinishedMessage
+    from mainspring.mailbox.limiters import LimitChange, LimitState
+    from mainspring.mailbox.message import (
+        ClaimedMessage,
+        Envelope,
+        MessagePage,
+        MessageQuery,
+        RescheduleOutcome,
+        Settlement,
+        UnfinishedMessage,
+    )
     from mainspring.mailbox.records import Record, RecordWrite
     from mainspring.mailbox.settings import MailboxURL
     from mainspring.runtime.scope import DaemonScope
@@ -136,6 +155,9 @@ class SQLiteBackend(batched.BatchedBackend):
         records=True,
         lookup=True,
         reschedule=True,
+        listing=True,
+        edit=True,
+        limits=True,
         queue_age=True,
     )
     waiters: SQLiteWaiters
@@ -315,6 +337,19 @@ class SQLiteBackend(batched.BatchedBackend):
 
     async def reschedule(self, message_id: str, delay: float) -> RescheduleOutcome:
         return await self.call(Reschedule(message_id, delay))  # type: ignore[no-any-return]
+
+    async def replace_body(self, message_id: str, body: Any) -> RescheduleOutcome:
+        check_column("a message", len(body))
+        return await self.call(ReplaceBody(message_id, body))  # type: ignore[no-any-return]
+
+    async def list_messages(self, query: MessageQuery) -> MessagePage:
+        return await self.call(ListMessages(query))  # type: ignore[no-any-return]
+
+    async def change_limits(self, changes: list[LimitChange]) -> None:
+        await self.call(ChangeLimits(changes))
+
+    async def limits(self) -> list[LimitState]:
+        return await self.call(ListLimits())  # type: ignore[no-any-return]
 
     async def write_record(self, write: RecordWrite, envelopes: Sequence[Envelope] = ()) -> int | None:
         for envelope in envelopes:

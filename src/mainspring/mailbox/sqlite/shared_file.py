@@ -369,7 +369,7 @@ class SharedFile:
         boot = clock.boot_time()
         soonest = seen.soonest(boot, clock.utc_now().timestamp())
         with self._lock:
-            for mailbox, count in seen.pending.items():
+            for mailbox, count in seen.ready.items():
                 self._wake(mailbox, count)
             if soonest < math.inf:
                 self._announce(soonest, boot, set())

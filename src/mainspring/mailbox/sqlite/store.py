@@ -11,18 +11,31 @@ from mainspring.errors import MailboxFullError
 from mainspring.mailbox import batched
 from mainspring.mailbox.backend import TRANSIENT, TRANSIENT_LIFE
 from mainspring.mailbox.codec import headers_of
-from mainspring.mailbox.job_commands import Find, FindRecords, ListRecords, Reschedule, WriteRecord
+from mainspring.mailbox.job_commands import (
+    ChangeLimits,
+    Find,
+    FindRecords,
+    ListLimits,
+    ListMessages,
+    ListRecords,
+    ReplaceBody,
+    Reschedule,
+    WriteRecord,
+)
+from mainspring.mailbox.limiters import Blocks
 from mainspring.mailbox.limits import full, lease_over
 from mainspring.mailbox.message import ClaimedMessage, Counts, Dead
 from mainspring.mailbox.sqlite import schema as sql
-from mainspring.mailbox.sqlite.lookup import cancel, find, reschedule
+from mainspring.mailbox.sqlite.limits import KEY, Limitable, change_limits, list_limits
+from mainspring.mailbox.sqlite.listing import list_messages
+from mainspring.mailbox.sqlite.lookup import cancel, find, replace_body, reschedule
 from mainspring.mailbox.sqlite.records import (
     find_records,
     keep_result,
     list_records,
     write_records,
 )
-from mainspring.mailbox.sqlite.unit_of_work import Inserts, UnitOfWork, do_what_is_due, enqueue, expire_ready
+from mainspring.mailbox.sqlite.unit_of_work import Inserts, UnitOfWork, do_what_is_due, enqueue, expire_pending
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,6 +44,7 @@ if TYPE_CHECKING:
 
     from mainspring.mailbox.batched import Command
     from mainspring.mailbox.message import Envelope, Result
+    from mainspring.mailbox.sqlite.limits import KnownLimits, WorkLimits
 
 
 MOST_DIGITS = 18
@@ -50,6 +64,8 @@ def drop(work: UnitOfWork, commands: list[batched.Drop]) -> None:
 
 def forget_mailbox(work: UnitOfWork, mailbox: int) -> None:
     """Drop a mailbox and everything in it, its counts too."""
+    if work.limits is not None:
+        work.limits.drop(mailbox)
     for statement in (*sql.PURGE, sql.DROP_DEAD, sql.DROP_RECORDS, sql.DROP_MAILBOX):
         work.execute(statement, (mailbox,))
 
@@ -92,17 +108,26 @@ def replay_dead(work: UnitOfWork, commands: list[batched.ReplayDead]) -> None:
         work.execute(sql.REVIVE_ALL if command.ids is None else sql.REVIVE_SOME, (first, *which))
         replayed = work.changes()
         work.tick += replayed
-        work.execute(sql.READY_RANGE, (first + 1, work.tick))
-        _drop_dead(work, command)
+        work.execute(sql.REVIVED_OF_NO_TASK, (first + 1, work.tick))
         delta = work.delta(command.mailbox)
+        delta.gain(work.changes())
+        for seq, rank, *of in work.rows(
+            sql.ALL_DEAD_CALLS if command.ids is None else sql.SOME_DEAD_CALLS, (first, *which)
+        ):
+            enqueue(work, command.mailbox, seq, rank, None, Limitable.of(*of))
+        _drop_dead(work, command)
         delta.dead -= replayed
-        delta.gain(replayed)
         command.result = replayed
 
 
 def purge_dead(work: UnitOfWork, commands: list[batched.PurgeDead]) -> None:
     """Delete dead letters for good."""
     for command in commands:
+        if work.limits is not None:
+            which = (command.mailbox,) if command.ids is None else (command.mailbox, json.dumps(command.ids))
+            statement = sql.PERMITS_OF_ALL_DEAD if command.ids is None else sql.PERMITS_OF_SOME_DEAD
+            for task, key, permits in work.rows(statement, which):
+                work.limits.left(command.mailbox, Limitable.of(task, key, None, permits), was_claimed=True)
         command.result = dropped = _drop_dead(work, command)
         delta = work.delta(command.mailbox)
         delta.dead -= dropped
@@ -121,13 +146,15 @@ ALL = 1_000_000
 """More receives than wait for one mailbox."""
 
 
-def perform(connection: Connection, commands: Sequence[Command], boot: float, wall: float) -> UnitOfWork:
+def perform(
+    connection: Connection, commands: Sequence[Command], boot: float, wall: float, known: KnownLimits
+) -> UnitOfWork:
     """Do all ``commands`` inside the transaction that is open; what changed, for those who wait.
 
     Equal commands are done together, and in an order that serves all best: what gives back, what ends, what is new, then
     the claims. The callers of one transaction do not know of each other, so any order is right.
     """
-    work = UnitOfWork(connection, boot, wall)
+    work = UnitOfWork(connection, boot, wall, known)
     work.named = {command.mailbox for command in commands}
     exact = any(type(command) in _EXACT for command in commands)
     do_what_is_due(work, exact)
@@ -142,19 +169,19 @@ def perform(connection: Connection, commands: Sequence[Command], boot: float, wa
 
 
 def inspect(connection: Connection, waited_on: Sequence[int] = ()) -> tuple[dict[int, int], float, float]:
-    """Return the pending messages by mailbox, the earliest lease end (since boot) and the earliest due date (POSIX).
+    """Return the ready messages by mailbox, the earliest lease end (since boot) and the earliest due date (POSIX).
 
     A dropped mailbox among ``waited_on`` counts as one with messages, so that its receivers wake and are told. All are
     looked up by one statement: this runs every second, with an id for each mailbox that is open.
     """
     head: list[tuple[Any, ...]] = connection.execute(sql.HEAD).fetchall()
-    _, until, due, expires, _ = head[0]
-    waiting: list[tuple[Any, ...]] = connection.execute(sql.PENDING).fetchall()
-    pending = dict(waiting)
+    _, until, due, expires, _, _, opens = head[0]
+    rows: list[tuple[Any, ...]] = connection.execute(sql.READY_IN).fetchall()
+    ready = dict(rows)
     gone: list[tuple[Any, ...]] = connection.execute(sql.DROPPED, (json.dumps(waited_on),)).fetchall()
-    pending |= dict.fromkeys((box for (box,) in gone), ALL)
-    dates = [date for date in (due, expires) if date is not None]
-    return pending, math.inf if until is None else until, min(dates, default=math.inf)
+    ready |= dict.fromkeys((box for (box,) in gone), ALL)
+    dates = [date for date in (due, expires, opens) if date is not None]
+    return ready, math.inf if until is None else until, min(dates, default=math.inf)
 
 
 # ------------------------------------------------------------------------------------------------------------- sending
@@ -183,6 +210,8 @@ def _send(work: UnitOfWork, commands: list[batched.Send]) -> None:
 
 
 def _claim(work: UnitOfWork, commands: list[batched.Claim]) -> None:
+    if work.limits is not None:
+        work.limits.give()
     alike: dict[tuple[int, float], list[batched.Claim]] = {}
     for command in commands:
         alike.setdefault((command.mailbox, command.visibility), []).append(command)
@@ -202,11 +231,8 @@ def _claim(work: UnitOfWork, commands: list[batched.Claim]) -> None:
 def _lease(work: UnitOfWork, mailbox: int, limit: int, visibility: float) -> list[ClaimedMessage]:
     """Lease what comes first."""
     wall = work.wall
-    rows = work.rows(sql.FIRST_READY, (mailbox, limit))
-    while expired := [row for row in rows if row[-1] is not None and row[-1] <= wall]:  # more than were swept
-        for rank, pos, seq, *_, expires_at in expired:
-            expire_ready(work, mailbox, rank, pos, seq, expires_at)
-        rows = work.rows(sql.FIRST_READY, (mailbox, limit))
+    limits = work.limits if work.limits is not None and work.limits.of_mailbox(mailbox) else None
+    rows = _first_ready(work, mailbox, limit) if limits is None else _first_admitted(work, limits, mailbox, limit)
     if not rows:
         work.counts(mailbox)  # which tells the receivers of one that is gone
         return []
@@ -214,10 +240,14 @@ def _lease(work: UnitOfWork, mailbox: int, limit: int, visibility: float) -> lis
     lease = work.tick
     found = len(rows)
     work.execute(sql.LEASE_FIRST, (lease, until, wall, mailbox, found))
-    work.execute(sql.TAKE_UP_TO, (mailbox, rows[-1][0], rows[-1][1]))
+    work.execute(sql.TAKE_UP_TO, (mailbox, *rows[-1][:3]))
     if work.changes() != found:  # some places were those of no message, and have leases that belong to others
         work.execute(sql.DROP_LEASES_FROM, (lease,))
-        places = [(lease + at, mailbox, row[2], row[1], until, wall) for at, row in enumerate(rows, 1)]
+        permits = [None] * found if limits is None else [row[-2] for row in rows]
+        places = [
+            (lease + at, mailbox, row[2], row[1], until, wall, permit)
+            for at, (row, permit) in enumerate(zip(rows, permits, strict=True), 1)
+        ]
         work.many(sql.ADD_LEASE, places)
     work.tick += found
     work.lease_until(until)
@@ -239,12 +269,52 @@ def _lease(work: UnitOfWork, mailbox: int, limit: int, visibility: float) -> lis
         deliveries.append(delivery)
     if expiring:
         work.many(sql.NOT_EXPIRING, expiring)
+    if limits is not None:
+        limits.claimed(mailbox, map(_limitable, rows))
     return deliveries
+
+
+def _first_ready(work: UnitOfWork, mailbox: int, limit: int, statement: str = sql.FIRST_READY) -> list[tuple[Any, ...]]:
+    """Return the first messages in line, once those that have expired are out of it."""
+    rows = work.rows(statement, (mailbox, limit))
+    while expired := [row for row in rows if row[-1] is not None and row[-1] <= work.wall]:  # more than were swept
+        for row in expired:
+            rank, pos, seq, expires_at = *row[:3], row[-1]
+            of = row[-4:-2] if statement == sql.FIRST_LIMITED else ()
+            expire_pending(work, mailbox, rank, pos, seq, expires_at, *of)
+        rows = work.rows(statement, (mailbox, limit))
+    return rows
+
+
+def _first_admitted(work: UnitOfWork, limits: WorkLimits, mailbox: int, limit: int) -> list[tuple[Any, ...]]:
+    """Return the first messages that may be claimed. Those before them that may not go back to their limiters."""
+    limit = limits.room(mailbox, limit)
+    while limit > 0:
+        rows = _first_ready(work, mailbox, limit, sql.FIRST_LIMITED)
+        for at, row in enumerate(rows):
+            call = _limitable(row)
+            if call is None or limits.admits(mailbox, call):
+                continue
+            rank, pos, seq, *_ = row
+            if not limits.put_back(mailbox, rank, pos, seq, call):  # enough for one transaction
+                return rows[:at]
+            break
+        else:
+            return rows
+    return []
+
+
+def _limitable(row: tuple[Any, ...]) -> Limitable | None:
+    task, key, permits = row[-4:-1]
+    return Limitable.of(task, key, None, permits)
 
 
 def _unclaim(work: UnitOfWork, commands: list[batched.Unclaim]) -> None:
     for command in commands:
         given = _json_list([delivery.receipt_handle for delivery in command.deliveries])
+        if work.limits is not None:
+            for task, key, permits in work.rows(sql.PERMITS_HELD, (given,)):
+                work.limits.comes_again(command.mailbox, Limitable(task, key, None, permits))
         work.execute(sql.UNLEASE_EXPIRING, (given,))
         work.execute(sql.UNLEASE, (given, command.mailbox))
         back = work.changes()
@@ -276,6 +346,9 @@ def _acknowledge(work: UnitOfWork, commands: list[JoiningAcknowledge]) -> None:
         held = work.value(sql.COUNT_HELD, (given, mailbox, work.boot))
         if held < len(acks):
             given = _json_list(_only_held(work, mailbox, given, acks))
+        if work.limits is not None:
+            for task, key, permits in work.rows(sql.PERMITS_HELD, (given,)):
+                work.limits.left(mailbox, Limitable(task, key, None, permits), was_claimed=True)
         work.execute(sql.DROP_MESSAGES_LEASED, (given,))
         work.execute(sql.DROP_LEASES, (given,))
         delta = work.delta(mailbox)
@@ -305,6 +378,7 @@ def _acknowledge_and_reply(work: UnitOfWork, commands: list[batched.Reply]) -> N
         held = _take(work, command.mailbox, command.delivery, command)
         if held is None:
             continue
+        _end_permits(work, command.mailbox, held)
         work.execute(sql.DROP_MESSAGE, (held[0],))
         work.delta(command.mailbox).settled += 1
         if command.ack.reply is not None:
@@ -327,22 +401,23 @@ def _nack(work: UnitOfWork, commands: list[batched.NackCommand]) -> None:
         held = _take(work, command.mailbox, command.delivery, command)
         if held is None:
             continue
-        seq, pos, claimed_at, rank, expires_at = held
+        seq, pos, claimed_at, rank, expires_at, *_ = held
         how = command.how
         work.execute(sql.CAME_BACK, (int(how.charge), claimed_at, seq))
         if how.history is not None:
             work.execute(sql.KEEP_HISTORY, (how.history, seq))
-        if not how.front:
-            work.tick += 1
-            pos = work.tick
-        enqueue(work, command.mailbox, seq, rank, pos, how.delay, expires_at)
+        call = _end_permits(work, command.mailbox, held, KEY if how.front else Blocks.RETRY)
+        pos = pos if how.front else None
+        enqueue(work, command.mailbox, seq, rank, expires_at, call, pos=pos, delay=how.delay)
 
 
 def _dead_letter(work: UnitOfWork, commands: list[batched.DeadLetterCommand]) -> None:
     for command in commands:
         held = _take(work, command.mailbox, command.delivery, command)
         if held is not None:
-            work.dead_letter(command.mailbox, held[0], command.dead, 1, held[2])
+            call = _end_permits(work, command.mailbox, held, Blocks.DEAD)
+            permits = None if call is None else call.permits
+            work.dead_letter(command.mailbox, held[0], command.dead, 1, held[2], permits=permits)
             if command.dead.reply is not None:
                 _reply(work, command.dead.reply)
 
@@ -356,6 +431,15 @@ def _take(work: UnitOfWork, mailbox: int, delivery: ClaimedMessage, command: Com
         return row
     command.error = lease_over(delivery)
     return None
+
+
+def _end_permits(work: UnitOfWork, mailbox: int, held: tuple[Any, ...], keeps: Blocks | int = 0) -> Limitable | None:
+    """End the permits of a delivery that is over, but for what it ``keeps``, or keeps by what blocks its key."""
+    call = Limitable.of(*held[-4:])
+    if work.limits is None:
+        return call
+    keeps = work.limits.keeps(mailbox, call, keeps) if isinstance(keeps, Blocks) else keeps
+    return work.limits.left(mailbox, call, was_claimed=True, keeps=keeps)
 
 
 def _extend(work: UnitOfWork, commands: list[batched.Extend]) -> None:
@@ -397,6 +481,8 @@ def _sweep(work: UnitOfWork, commands: list[batched.Sweep]) -> None:
 def _purge(work: UnitOfWork, commands: list[batched.Purge]) -> None:
     for command in commands:
         work.flush()
+        if work.limits is not None:
+            work.limits.purge(command.mailbox)
         delayed, pending, in_flight, _, _ = work.counts(command.mailbox)
         for statement in sql.PURGE:
             work.execute(statement, (command.mailbox,))
@@ -410,6 +496,7 @@ def _purge(work: UnitOfWork, commands: list[batched.Purge]) -> None:
 
 _IN_ORDER: tuple[tuple[type, Callable[[UnitOfWork, Any], None]], ...] = (
     (batched.Open, _open),
+    (ChangeLimits, change_limits),
     (batched.Unclaim, _unclaim),
     (JoiningAcknowledge, _acknowledge),
     (batched.Reply, _acknowledge_and_reply),
@@ -419,6 +506,7 @@ _IN_ORDER: tuple[tuple[type, Callable[[UnitOfWork, Any], None]], ...] = (
     (batched.Checkpoint, _save_checkpoint),
     (batched.Cancel, cancel),
     (Reschedule, reschedule),
+    (ReplaceBody, replace_body),
     (batched.Purge, _purge),
     (batched.Send, _send),
     (WriteRecord, write_records),
@@ -429,10 +517,14 @@ _IN_ORDER: tuple[tuple[type, Callable[[UnitOfWork, Any], None]], ...] = (
     (batched.Count, _count),
     (batched.Drop, drop),
     (Find, find),
+    (ListMessages, list_messages),
+    (ListLimits, list_limits),
     (batched.FindDead, find_dead),
     (batched.ListDead, list_dead),
     (FindRecords, find_records),
     (ListRecords, list_records),
 )
-_EXACT = frozenset({batched.Count, batched.Purge, batched.ListDead, batched.FindDead, batched.Cancel, Find, Reschedule})
+_EXACT = frozenset(
+    {batched.Count, batched.Purge, batched.ListDead, batched.FindDead, batched.Cancel, Find, Reschedule, ReplaceBody}
+)
 """Commands whose result says what is where: before them, all that is due is done."""

@@ -8,31 +8,36 @@ from typing import TYPE_CHECKING, Any
 
 from mainspring.errors import MailboxError
 from mainspring.mailbox.backend import TRANSIENT
+from mainspring.mailbox.limiters import Blocks
 from mainspring.mailbox.limits import dropped, full
 from mainspring.mailbox.message import EXPIRED
 from mainspring.mailbox.sqlite import schema as sql
+from mainspring.mailbox.sqlite.limits import Limitable, WorkLimits
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from apsw import Connection
 
+    from mainspring.mailbox.limiters import LimitState
     from mainspring.mailbox.message import Dead, Envelope
+    from mainspring.mailbox.sqlite.limits import KnownLimits
 
 
 class CountDelta:
     """How many more (or fewer) messages of a mailbox are in each state.
 
-    ``gained`` counts the messages that became pending, whatever was claimed meanwhile: each is worth a wake-up.
+    ``gained`` counts the messages that became ready, whatever was claimed meanwhile: each is worth a wake-up. ``waiting``
+    counts those of the pending ones that wait at limiters, and are not ready.
     """
 
-    __slots__ = ("dead", "delayed", "gained", "in_flight", "pending", "settled")
+    __slots__ = ("dead", "delayed", "gained", "in_flight", "pending", "settled", "waiting")
 
     def __init__(self) -> None:
-        self.delayed = self.pending = self.in_flight = self.settled = self.dead = self.gained = 0
+        self.delayed = self.pending = self.in_flight = self.settled = self.dead = self.waiting = self.gained = 0
 
     def gain(self, count: int) -> None:
-        """Count messages that have become pending."""
+        """Count messages that have become pending, and are ready."""
         self.pending += count
         self.gained += count
 
@@ -40,14 +45,14 @@ class CountDelta:
 class UnitOfWork:
     """The state of one transaction.
 
-    ``boot`` and ``wall`` are its instants. ``gained`` says by mailbox how many messages became pending, unless a later claim
-    of the transaction took all there was; ``soonest`` is the earliest instant (since boot) at which more is due, as far as
-    this transaction knows; ``dated`` says whether it made something due; ``empty`` holds the mailboxes where a claim found
-    nothing and will wait; ``cancelled`` the messages (mailbox and id) whose holders must hear of it; ``results`` the ids of
-    messages that were acknowledged with a result, by mailbox.
+    ``boot`` and ``wall`` are its instants. ``limits`` are None where the file has none. ``gained`` says by mailbox how many
+    messages became ready, unless a later claim of the transaction took all there was; ``soonest`` is the earliest instant
+    (since boot) at which more is due, as far as this transaction knows; ``dated`` says whether it made something due;
+    ``empty`` holds the mailboxes where a claim found nothing and will wait; ``cancelled`` the messages (mailbox and id) whose
+    holders must hear of it; ``results`` the ids of messages that were acknowledged with a result, by mailbox.
     """
 
-    def __init__(self, connection: Connection, boot: float, wall: float) -> None:
+    def __init__(self, connection: Connection, boot: float, wall: float, known: KnownLimits) -> None:
         self.connection = connection
         self.execute = connection.execute
         self.many = connection.executemany
@@ -68,14 +73,22 @@ class UnitOfWork:
         self.due: float | None
         self.expires: float | None
         self.records_end: float | None
+        self.limited: int | None
+        self.opens: float | None
+        self.limits: WorkLimits | None = None
+        self._places: dict[tuple[int, int], float] = {}
+        self._shares: dict[tuple[int, str, str, int], float] = {}
         head = self.rows(sql.HEAD)
         if not head:
             raise MailboxError(
                 "the mailbox file is damaged: its counter is missing; restore a copy, or begin a new file"
             )
-        self.tick, self.ends, self.due, self.expires, self.records_end = head[0]
+        self.tick, self.ends, self.due, self.expires, self.records_end, self.limited, self.opens = head[0]
         self._first_tick = self.tick
         self._first_records_end = self.records_end
+        self._first_limited = (self.limited, self.opens)
+        if self.limited is not None:
+            self.limits = WorkLimits(self, known.at(self.limited, connection))
 
     def rows(self, statement: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         """Return all rows that ``statement`` gives."""
@@ -126,15 +139,45 @@ class UnitOfWork:
         return self.mailbox(name)
 
     def dead_letter(
-        self, mailbox: int, seq: int, dead: Dead, delivered: int, received_at: float | None, at: float | None = None
+        self,
+        mailbox: int,
+        seq: int,
+        dead: Dead,
+        delivered: int,
+        received_at: float | None,
+        at: float | None = None,
+        permits: int | None = None,
     ) -> None:
         """Move a message that has no place any more to the dead letters; it died ``at`` (POSIX), or just now."""
         self.tick += 1
-        why = (dead.error, dead.error_type, dead.traceback)
-        dead_at = self.wall if at is None else at
-        self.execute(sql.DEAD_LETTER, (self.tick, delivered, delivered, received_at, *why, dead_at, dead.history, seq))
+        why = (dead.error, dead.error_type, dead.traceback, self.wall if at is None else at, dead.history, permits)
+        self.execute(sql.DEAD_LETTER, (self.tick, delivered, delivered, received_at, *why, seq))
         self.execute(sql.DROP_MESSAGE, (seq,))
         self.delta(mailbox).dead += 1
+
+    def tail(self, mailbox: int, rank: int, call: Limitable | None) -> float:
+        """Return the place of a message that is new in the queue: behind all others, or, with a key, in its turn."""
+        self.tick += 1
+        return self.tick if call is None or call.key is None else self.share(mailbox, rank, call, call.key)
+
+    def share(self, mailbox: int, rank: int, call: Limitable, key: str) -> float:
+        """Return the place in its turn of a message with a key, whose number is the present tick.
+
+        It is behind the last message of its key, and not before the first in line.
+        """
+        first = self._places.get((mailbox, rank))
+        if first is None:
+            rows = self.rows(sql.FIRST_PLACE, (mailbox, rank))
+            first = self._places[mailbox, rank] = rows[0][0] if rows else self.tick
+        share = (mailbox, key, call.task, rank)
+        last = self._shares.get(share)
+        if last is None:
+            last = self.value(sql.LAST_OF_KEY, share)
+        place = first
+        if last is not None:
+            place = max(first, last + (1 if call.weight is None else 1 / call.weight))
+        self._shares[share] = place
+        return place
 
     def exhausted(self, mailbox: int) -> None:
         """Note that nothing is pending there any more."""
@@ -150,16 +193,28 @@ class UnitOfWork:
         self.dated = True
         self._see(date)
 
+    def opens_by(self, date: float) -> None:
+        """Note that a limiter opens at ``date`` (POSIX). Others that wait know of it where they know of an earlier one."""
+        _, known = self._first_limited
+        if known is None or date < known:
+            self.dated = True
+        self.opens = date if self.opens is None else min(self.opens, date)
+        self._see(date)
+
     def flush(self) -> None:
-        """Write the counter and the counts. Raises where a mailbox of :attr:`named` is gone."""
+        """Write the counter, the counts and the limiters. Raises where a mailbox of :attr:`named` is gone."""
+        if self.limits is not None:
+            self.limits.flush()
         for mailbox, delta in self._deltas.items():
-            values = (delta.delayed, delta.pending, delta.in_flight, delta.settled, delta.dead)
+            values = (delta.delayed, delta.pending, delta.in_flight, delta.settled, delta.dead, delta.waiting)
             if any(values):
                 self.execute(sql.ADD_COUNTS, (*values, mailbox))
                 if not self.changes() and mailbox in self.named:
                     raise dropped("the mailbox")
             if delta.gained:
                 self.gained[mailbox] = self.gained.get(mailbox, 0) + delta.gained
+        if self.limits is not None:
+            self.limits.limit_wakes(self._deltas)
         self._deltas.clear()
         if self.tick != self._first_tick:
             self.execute(sql.SET_TICK, (self.tick,))
@@ -167,15 +222,18 @@ class UnitOfWork:
         if self.records_end != self._first_records_end:
             self.execute(sql.SET_RECORDS_END, (self.records_end,))
             self._first_records_end = self.records_end
+        if self._first_limited != (self.limited, self.opens):
+            self.execute(sql.SET_LIMITED, (self.limited, self.opens))
+            self._first_limited = (self.limited, self.opens)
         if self.empty:
             self.look_ahead()
 
     def look_ahead(self) -> None:
         """See when the next thing is due, for those who found nothing."""
-        _, ends, due, expires, _ = self.row(sql.HEAD)
+        _, ends, due, expires, _, _, opens = self.row(sql.HEAD)
         if ends is not None:
             self.lease_until(ends)
-        for date in (due, expires):
+        for date in (due, expires, opens):
             if date is not None:
                 self._see(date)
 
@@ -211,27 +269,70 @@ def do_what_is_due(work: UnitOfWork, exact: bool) -> None:
         expire(work, limit)
     if work.records_end is not None and work.records_end <= wall:
         _end_records(work)
+    if work.opens is not None and work.opens <= wall and work.limits is not None:
+        work.limits.open_due()
 
 
 def enqueue(
-    work: UnitOfWork, mailbox: int, seq: int, rank: int, pos: int, delay: float, expires_at: float | None
+    work: UnitOfWork,
+    mailbox: int,
+    seq: int,
+    rank: int,
+    expires_at: float | None,
+    call: Limitable | None,
+    *,
+    pos: float | None = None,
+    delay: float = 0.0,
 ) -> None:
-    """Let a message wait: at ``pos`` of the queue, or ``delay`` seconds first."""
-    delta = work.delta(mailbox)
+    """Let a message wait: at ``pos`` of the queue, at its tail, or ``delay`` seconds first."""
     if expires_at is not None and expires_at <= work.wall:
+        if work.limits is not None:
+            work.limits.left(mailbox, call, was_claimed=True)
         work.dead_letter(mailbox, seq, EXPIRED, 0, None)
         return
     due = work.wall + delay if delay else None
     if due is None:
-        work.execute(sql.ADD_READY, (mailbox, rank, pos, seq))
-        delta.gain(1)
+        pos = work.tail(mailbox, rank, call) if pos is None else pos
+        line_up(work, mailbox, seq, rank, pos, call)
     else:
-        work.execute(sql.ADD_DELAYED, (due, seq, mailbox))
-        delta.delayed += 1
+        pos = None
+        work.execute(sql.ADD_DELAYED, (due, seq, mailbox, None if call is None else call.permits or None))
+        work.delta(mailbox).delayed += 1
         work.due_at(due)
     if expires_at is not None:
-        work.execute(sql.ADD_EXPIRING, (expires_at, seq, pos if due is None else None, due))
+        work.execute(sql.ADD_EXPIRING, (expires_at, seq, pos, due))
         work.due_at(expires_at)
+
+
+def line_up(work: UnitOfWork, mailbox: int, seq: int, rank: int, pos: float, call: Limitable | None) -> None:
+    """Let a message be ready at ``pos``, or wait at its limiter."""
+    if call is not None:
+        work.execute(sql.SET_PLACE, (pos, seq))
+    limits = work.limits
+    state = None if limits is None else limits.of_task(mailbox, call)
+    delta = work.delta(mailbox)
+    if limits is None or state is None or call is None:
+        work.execute(sql.ADD_READY, (mailbox, rank, pos, seq, None))
+        delta.gain(1)
+    else:
+        delta.pending += 1
+        limits.comes_again(mailbox, call)
+        limits.enter(mailbox, rank, pos, seq, call, state)
+
+
+def leave_line(
+    work: UnitOfWork, mailbox: int, seq: int, rank: int, pos: float, task: str | None, key: str | None
+) -> bool:
+    """Take a pending message from its place in the queue, or from its limiter. Return False if it is at neither."""
+    work.delta(mailbox).pending -= 1
+    place = (mailbox, rank, pos, seq)
+    if work.limits is not None and task is not None:
+        if work.limits.leave(*place, task, key):
+            return True
+        for (permits,) in work.rows(sql.READY_AT, place):
+            work.limits.left(mailbox, Limitable.of(task, key, None, permits), was_claimed=False)
+    work.execute(sql.FORGET_READY, place)
+    return bool(work.changes())
 
 
 def _end_leases(work: UnitOfWork, limit: int) -> None:
@@ -239,25 +340,27 @@ def _end_leases(work: UnitOfWork, limit: int) -> None:
     ended = work.rows(sql.ENDED_LEASES, (work.boot, limit))
     if not ended:  # what is due is of no message: left there, it would be due for ever
         work.execute(sql.LEASES_OF_NONE, (work.boot,))
-    for lease, mailbox, seq, claimed_at, rank, expires_at in ended:
+    for lease, mailbox, seq, claimed_at, rank, expires_at, *of in ended:
         work.execute(sql.DROP_LEASE, (lease,))
         work.execute(sql.CAME_BACK, (1, claimed_at, seq))
         work.delta(mailbox).in_flight -= 1
-        work.tick += 1
-        enqueue(work, mailbox, seq, rank, work.tick, 0.0, expires_at)
+        call = Limitable.of(*of)
+        if work.limits is not None:
+            keeps = work.limits.keeps(mailbox, call, Blocks.RETRY)
+            call = work.limits.left(mailbox, call, was_claimed=True, keeps=keeps)
+        enqueue(work, mailbox, seq, rank, expires_at, call)
 
 
 def _end_delays(work: UnitOfWork, limit: int) -> None:
     over = work.rows(sql.DUE, (work.wall, limit))
     if not over:
         work.execute(sql.DELAYS_OF_NONE, (work.wall,))
-    for due, seq, mailbox, rank, expires_at in over:
+    for due, seq, mailbox, rank, expires_at, *of in over:
         work.execute(sql.FORGET_DELAYED, (due, seq))
         work.delta(mailbox).delayed -= 1
         if expires_at is not None:
             work.execute(sql.NOT_EXPIRING, (expires_at, seq))
-        work.tick += 1
-        enqueue(work, mailbox, seq, rank, work.tick, 0.0, expires_at)
+        enqueue(work, mailbox, seq, rank, expires_at, Limitable.of(*of))
 
 
 def expire(work: UnitOfWork, limit: int) -> None:
@@ -265,21 +368,37 @@ def expire(work: UnitOfWork, limit: int) -> None:
     expired = work.rows(sql.EXPIRED, (work.wall, limit))
     if not expired:
         work.execute(sql.EXPIRIES_OF_NONE, (work.wall,))
-    for expires_at, seq, pos, due, mailbox, rank in expired:
+    for expires_at, seq, pos, due, mailbox, rank, task, key in expired:
         if due is None:
-            expire_ready(work, mailbox, rank, pos, seq, expires_at)
+            expire_pending(work, mailbox, rank, pos, seq, expires_at, task, key)
         else:
             work.execute(sql.NOT_EXPIRING, (expires_at, seq))
-            work.execute(sql.FORGET_DELAYED, (due, seq))
-            work.delta(mailbox).delayed -= 1
+            leave_delayed(work, mailbox, seq, due, task, key)
             work.dead_letter(mailbox, seq, EXPIRED, 0, None, expires_at)
 
 
-def expire_ready(work: UnitOfWork, mailbox: int, rank: int, pos: int, seq: int, expires_at: float) -> None:
-    """Move a message that has expired at its place in the queue to the dead letters."""
+def leave_delayed(work: UnitOfWork, mailbox: int, seq: int, due: float, task: str | None, key: str | None) -> None:
+    """Take a message from the delayed ones; it may have the permit of its key, as it was to be tried again."""
+    if work.limits is not None and task is not None:
+        for _, permits in work.rows(sql.DUE_OF, (seq,)):
+            work.limits.left(mailbox, Limitable.of(task, key, None, permits), was_claimed=True)
+    work.execute(sql.FORGET_DELAYED, (due, seq))
+    work.delta(mailbox).delayed -= 1
+
+
+def expire_pending(
+    work: UnitOfWork,
+    mailbox: int,
+    rank: int,
+    pos: float,
+    seq: int,
+    expires_at: float,
+    task: str | None = None,
+    key: str | None = None,
+) -> None:
+    """Move a message that has expired at its place in the queue, or at a limiter, to the dead letters."""
     work.execute(sql.NOT_EXPIRING, (expires_at, seq))
-    work.execute(sql.FORGET_READY, (mailbox, rank, pos))
-    work.delta(mailbox).pending -= 1
+    leave_line(work, mailbox, seq, rank, pos, task, key)
     work.dead_letter(mailbox, seq, EXPIRED, 0, None, expires_at)
 
 
@@ -290,16 +409,22 @@ def _end_records(work: UnitOfWork) -> None:
 
 
 class Inserts:
-    """New messages of one transaction, written together. ``_values`` holds their columns, row after row."""
+    """New messages of one transaction, written together.
+
+    ``_values`` holds the columns of those without a task, row after row, and ``_calls`` those of the others. While all of them
+    are simply ready, ``_ready`` is None. What limits hold back is in ``_limited``.
+    """
 
     def __init__(self, work: UnitOfWork) -> None:
         self._work = work
         self._first = work.tick + 1
         self._values: list[Any] = []
+        self._calls: list[Any] = []
         self._keys: dict[tuple[int, str], str] = {}
-        self._ready: list[tuple[int, int, int, int]] | None = None
-        self._delayed: list[tuple[float, int, int]] = []
-        self._expiring: list[tuple[float, int, int | None, float | None]] = []
+        self._ready: list[tuple[int, int, float, int, None]] | None = None
+        self._delayed: list[tuple[float, int, int, None]] = []
+        self._expiring: list[tuple[float, int, float | None, float | None]] = []
+        self._limited: list[tuple[int, int, float, int, Limitable, LimitState]] = []
 
     def add(self, mailbox: int, envelopes: list[Envelope]) -> list[str]:
         """Take messages, to be written by :meth:`write`; their ids, or those of unfinished ones with the same keys."""
@@ -307,7 +432,7 @@ class Inserts:
         wall = work.wall
         values = self._values
         ids = []
-        seq = work.tick
+        first = work.tick
         for e in envelopes:
             key = e.dedup_key
             if key is not None:
@@ -316,16 +441,20 @@ class Inserts:
                     ids.append(known)
                     continue
                 self._keys[mailbox, key] = e.message_id
-            seq += 1
-            expires_at = None
+            work.tick = seq = work.tick + 1
+            expires_at = place = None
+            if e.task is not None:
+                place = self._place_call(mailbox, seq, e, e.task)
             if e.delay or e.expires_in is not None or self._ready is not None:
-                expires_at = self._place(mailbox, seq, e)
+                expires_at = self._place(mailbox, seq, e, place)
             headers = json.dumps(e.headers) if e.headers else None
-            values += (seq, mailbox, -e.priority, e.message_id, e.body, wall, e.reply_to, headers, key, expires_at)
+            row = (seq, mailbox, -e.priority, e.message_id, e.body, wall, e.reply_to, headers, key, expires_at)
+            if e.task is None:
+                values += row
+            else:
+                self._calls += (*row, e.task, e.key, None if e.weight == 1 else e.weight, place)
             ids.append(e.message_id)
-        delta = work.delta(mailbox)
-        delta.gain(seq - work.tick)
-        work.tick = seq
+        work.delta(mailbox).gain(work.tick - first)
         return ids
 
     def add_within(self, mailbox: int, envelopes: list[Envelope], capacity: int | None) -> list[str]:
@@ -348,24 +477,37 @@ class Inserts:
 
     def write(self) -> None:
         """Write what was taken."""
-        values = self._values
-        if not values:
-            return
         work = self._work
-        several = sql.COLUMNS * sql.ROWS_AT_ONCE
-        whole = len(values) - len(values) % several
-        for start in range(0, whole, several):
-            work.execute(sql.ADD_MESSAGES, values[start : start + several])
-        for start in range(whole, len(values), sql.COLUMNS):
-            work.execute(sql.ADD_MESSAGE, values[start : start + sql.COLUMNS])
+        if not self._values and not self._calls:
+            return
+        if self._values:
+            self._insert(self._values, sql.COLUMNS, sql.ADD_MESSAGE, sql.ADD_MESSAGES)
+        if self._calls:
+            self._insert(self._calls, sql.CALL_COLUMNS, sql.ADD_CALL, sql.ADD_CALLS)
         if self._ready is None:
-            work.execute(sql.READY_RANGE, (self._first, values[-sql.COLUMNS]))
+            work.execute(sql.READY_RANGE, (self._first, self._last()))
         else:
             work.many(sql.ADD_READY, self._ready)
         if self._delayed:
             work.many(sql.ADD_DELAYED, self._delayed)
         if self._expiring:
             work.many(sql.ADD_EXPIRING, self._expiring)
+        if work.limits is not None:
+            for message in self._limited:
+                work.limits.enter(*message)
+
+    def _last(self) -> int:
+        """Return the number of the last message."""
+        last = self._values[-sql.COLUMNS] if self._values else 0
+        return int(max(last, self._calls[-sql.CALL_COLUMNS] if self._calls else 0))
+
+    def _insert(self, values: list[Any], columns: int, one: str, several: str) -> None:
+        at_once = columns * sql.ROWS_AT_ONCE
+        whole = len(values) - len(values) % at_once
+        for start in range(0, whole, at_once):
+            self._work.execute(several, values[start : start + at_once])
+        for start in range(whole, len(values), columns):
+            self._work.execute(one, values[start : start + columns])
 
     def _known(self, mailbox: int, key: str) -> str | None:
         found = self._keys.get((mailbox, key))
@@ -374,25 +516,51 @@ class Inserts:
                 return str(found)
         return found
 
-    def _place(self, mailbox: int, seq: int, envelope: Envelope) -> float | None:
+    def _place_call(self, mailbox: int, seq: int, envelope: Envelope, task: str) -> float | None:
+        """Return the place of a message with a task, unless that is its number, and let its limits hold it back."""
+        work = self._work
+        key = envelope.key
+        if envelope.delay:
+            return None if key is None else 0
+        call = Limitable(task, key, envelope.weight)
+        place = None if key is None else work.share(mailbox, -envelope.priority, call, key)
+        limits = work.limits
+        state = None if limits is None else limits.of_task(mailbox, call)
+        if state is not None:
+            self._list_ready()
+            self._limited.append((mailbox, -envelope.priority, seq if place is None else place, seq, call, state))
+            work.delta(mailbox).gained -= 1  # it is counted as ready with its neighbours
+        return place
+
+    def _list_ready(self) -> list[tuple[int, int, float, int, None]]:
+        """Return the messages that are ready, of which a list is kept once they are not all of them."""
+        if self._ready is None:
+            self._ready = []
+            for values, columns in ((self._values, sql.COLUMNS), (self._calls, sql.CALL_COLUMNS)):
+                for at in range(0, len(values), columns):
+                    seq, mailbox, rank = values[at : at + 3]
+                    place = None if columns == sql.COLUMNS else values[at + columns - 1]
+                    self._ready.append((mailbox, rank, seq if place is None else place, seq, None))
+        return self._ready
+
+    def _place(self, mailbox: int, seq: int, envelope: Envelope, place: float | None) -> float | None:
         """Note where a message begins to wait, once they are not all simply ready; its expiry."""
         work = self._work
         due = None
+        pos = seq if place is None else place
         if envelope.delay:
-            if self._ready is None:  # up to here all rows were ready ones
-                rows = range(0, len(self._values), sql.COLUMNS)
-                self._ready = [(*self._values[at + 1 : at + 3], self._values[at], self._values[at]) for at in rows]
+            self._list_ready()
             due = work.wall + envelope.delay
-            self._delayed.append((due, seq, mailbox))
+            self._delayed.append((due, seq, mailbox, None))
             delta = work.delta(mailbox)
             delta.delayed += 1
             delta.gain(-1)  # it is counted as pending with its neighbours
             work.due_at(due)
-        elif self._ready is not None:
-            self._ready.append((mailbox, -envelope.priority, seq, seq))
+        elif self._ready is not None and not (self._limited and self._limited[-1][3] == seq):
+            self._ready.append((mailbox, -envelope.priority, pos, seq, None))
         if envelope.expires_in is None:
             return None
         expires_at = work.wall + envelope.expires_in
-        self._expiring.append((expires_at, seq, None if envelope.delay else seq, due))
+        self._expiring.append((expires_at, seq, None if due is not None else pos, due))
         work.due_at(expires_at)
         return expires_at
