@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, time, timedelta, timezone
 from typing import Annotated, Any, Required, TypedDict
 from uuid import UUID
+from zoneinfo import ZoneInfo
 
 import pytest
 from hypothesis import given
@@ -183,6 +184,56 @@ def test_what_contains_itself_is_refused() -> None:
 def test_a_number_that_json_would_turn_into_null_is_refused(body_type: Any, body: Any, where: str) -> None:
     with pytest.raises(SerializationError, match=f"{where} is not finite"):
         Codec(body_type).encode(body)
+
+
+def offset(**of: int) -> timezone:
+    return timezone(timedelta(**of))
+
+
+@dataclass
+class Visit:
+    at: datetime
+    pause: time | None = None
+    cost: float = 0.0
+
+
+@pytest.mark.parametrize(
+    ("body_type", "body", "where"),
+    [
+        (datetime, datetime(2024, 1, 2, tzinfo=offset(minutes=53, seconds=28)), "it"),
+        (datetime, datetime(2024, 1, 2, tzinfo=offset(seconds=30)), "it"),
+        (time, time(1, tzinfo=offset(seconds=-30)), "it"),
+        (Visit, Visit(datetime(1890, 1, 1, tzinfo=ZoneInfo("Europe/Berlin"))), "at"),
+        (Visit, Visit(datetime(2024, 1, 1), time(1, tzinfo=offset(hours=1, seconds=1))), "pause"),
+        (dict[str, list[datetime]], {"a": [datetime(2024, 1, 2, tzinfo=offset(seconds=3_661))]}, "a.0"),
+        (str | datetime, datetime(2024, 1, 2, tzinfo=offset(seconds=30)), "it"),
+    ],
+)  # fmt: skip
+def test_a_utc_offset_with_seconds_is_refused(body_type: Any, body: Any, where: str) -> None:
+    with pytest.raises(
+        SerializationError, match=rf"as it is: {where} is datetime.* without its seconds: .*astimezone\(UTC\)$"
+    ):
+        Codec(body_type).encode(body)
+
+
+@pytest.mark.parametrize(
+    "at",
+    [
+        datetime(2024, 1, 2, 3, 4, 5, 6),
+        datetime(2024, 1, 2, tzinfo=UTC),
+        datetime(2024, 7, 2, tzinfo=ZoneInfo("Asia/Kathmandu")),
+        datetime(2020, 10, 25, 2, 30, tzinfo=ZoneInfo("Europe/Berlin")),
+        datetime(2020, 10, 25, 2, 30, tzinfo=ZoneInfo("Europe/Berlin"), fold=1),
+    ],
+    ids=["naive", "UTC", "zone", "first of two", "second of two"],
+)
+@pytest.mark.parametrize("body_type", [Visit, list[Visit]], ids=["certain", "compared"])
+def test_a_date_comes_back_with_its_offset(body_type: Any, at: datetime) -> None:
+    codec = Codec(body_type)
+    body = Visit(at) if body_type is Visit else [Visit(at)]
+    back = codec.decode(codec.encode(body))
+    found = back.at if body_type is Visit else back[0].at
+    assert (found.replace(tzinfo=None), found.utcoffset()) == (at.replace(tzinfo=None, fold=0), at.utcoffset())
 
 
 @dataclass

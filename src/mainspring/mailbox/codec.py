@@ -38,6 +38,9 @@ MAX_DIGITS = 4_300
 _LARGE_FLOAT = re.compile(rb"(?<![.0-9])[0-9]{16}|e\+")
 """How a float of 10**15 and more is written: a float cannot hold every integer of that size."""
 
+_OFFSET = re.compile(rb'[+-][0-9]{2}:[0-9]{2}"')
+"""How a UTC offset is written, without its seconds: any but that of UTC itself."""
+
 _MISFIT = re.compile(
     r"UnexpectedValue\(Expected `([^`]+)` - [^\[]*\[(?:field_name='([^']+)', )?input_value=.*?, input_type=(\w+)\]\)(?= |$)"
 )
@@ -185,7 +188,7 @@ class Codec:
             raise self._unwritten(body, error) from error
         if kind is self._sure_text:
             return raw
-        if self._verifies and (kind not in self._certain or (self._exact.rounds and _LARGE_FLOAT.search(raw))):
+        if self._verifies and (kind not in self._certain or self._may_change(raw)):
             self._verify(body, raw)
             return raw
         if self._plain is None and b"null" in raw:
@@ -193,6 +196,11 @@ class Codec:
         if len(raw) > MAX_DIGITS or kind not in self._certain:
             self._check_readable(body, raw)
         return raw
+
+    def _may_change(self, raw: bytes) -> bool:
+        """True if JSON of a class whose values come back has one of the values that may not."""
+        exact = self._exact
+        return bool((exact.rounds and _LARGE_FLOAT.search(raw)) or (exact.cuts_offsets and _OFFSET.search(raw)))
 
     def _dump_revealed(self, body: Any) -> bytes:
         """Return JSON with secrets as their values, where there are any."""
@@ -242,10 +250,12 @@ class Codec:
             found = f"{comparison.undecided[0]} would come back as another one"
         if found is not None:
             self._check_finite(body)
-            raise self._lost(body, found)
+            raise self._lost(body, found, has_cut_offset=comparison.has_cut_offset)
 
-    def _lost(self, body: Any, found: str) -> SerializationError:
-        if self._is_any:
+    def _lost(self, body: Any, found: str, *, has_cut_offset: bool = False) -> SerializationError:
+        if has_cut_offset:
+            advice = "a UTC offset is written without its seconds: convert it with astimezone(UTC)"
+        elif self._is_any:
             advice = "send plain JSON, or say the type (body=…)"
         elif self._exact.rounds and (type(body) is int or type(body) in self._certain):
             advice = "a float holds integers up to 2**53: annotate it as int"

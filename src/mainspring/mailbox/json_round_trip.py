@@ -61,11 +61,14 @@ class Exactness(NamedTuple):
     """What is known of a type in advance."""
 
     certain: frozenset[type[Any]]
-    """The classes of which any value comes back as it was, if its numbers are finite and not too long (see ``rounds``)."""
+    """The classes of which any value comes back as it was, if its numbers are finite and not too long (see ``rounds`` and
+    ``cuts_offsets``)."""
     by_equality: bool
     """A value that came back and is equal to the one before is the same, classes included."""
     rounds: bool
     """It has fields for floats. These take integers, of which large ones come back rounded."""
+    cuts_offsets: bool
+    """It has fields for times, which are written without the seconds of their UTC offset."""
     is_aliased: bool
     """A field goes by several names."""
     hides: bool
@@ -86,6 +89,7 @@ def exactness(schema: Mapping[str, Any]) -> Exactness:
         certain=frozenset(_classes(schema) if _is_certain(schema, top=True) else ()),
         by_equality=all(_is_told_by_equality(node, refs) for node in nodes),
         rounds=any(node["type"] == "float" for node in nodes),
+        cuts_offsets=any(node["type"] in ("datetime", "time") for node in nodes),
         is_aliased=any("validation_alias" in node or "serialization_alias" in node for node in nodes),
         hides=any(_written_by(node) == "function-plain" for node in nodes),
         excludes=any(node.get("serialization_exclude") for node in nodes),
@@ -226,12 +230,17 @@ class Comparison:
         self._exactly = exactly
         self.undecided: list[str] = []
         """The places of objects that cannot be compared: of one class, which has no equality."""
+        self.has_cut_offset = False
+        """True if the difference is a UTC offset with seconds."""
 
     def difference(self, before: Any, after: Any, place: str = "") -> str | None:
         """Return where ``after`` is not what ``before`` was, and how, or None if they are the same, as far as can be said."""
         kind, names = type(before), _fields(before)
         if names is None and not isinstance(before, tuple | list | dict | frozenset | set):
-            return None if self._is_same(before, after, place) else _changed(place, before, after)
+            if self._is_same(before, after, place):
+                return None
+            self.has_cut_offset = isinstance(before, datetime | time) and _has_seconds(before.utcoffset())
+            return _changed(place, before, after)
         if not self._is_like(before, after):
             article = f"{place or 'it'} is a {kind.__qualname__} and would come back as a"
             return f"{article} {type(after).__qualname__}"
@@ -265,10 +274,18 @@ class Comparison:
             return wider and bool(before == after)
         if before is after or before == after or (before != before and after != after):
             return True
+        if kind is datetime:  # Python holds two of different zones to be unequal where clocks are put back
+            return bool(
+                before.utcoffset() == after.utcoffset() and before.replace(tzinfo=None) == after.replace(tzinfo=None)
+            )
         if getattr(kind, "__eq__", None) is not object.__eq__:
             return False
         self.undecided.append(place or "it")
         return True
+
+
+def _has_seconds(offset: timedelta | None) -> bool:
+    return offset is not None and bool(offset % timedelta(minutes=1))
 
 
 def _changed(place: str, before: Any, after: Any) -> str:

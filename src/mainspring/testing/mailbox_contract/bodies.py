@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import anyio
@@ -28,6 +29,17 @@ class Part:
     """A body with a field that can be wrong."""
 
     name: str
+
+
+@dataclass
+class Appointment:
+    """A body with a date."""
+
+    at: datetime
+
+
+_MEAN_TIME = timezone(timedelta(minutes=53, seconds=28))
+"""An offset with seconds, as places had before there were time zones."""
 
 
 class Size(TypedDict):
@@ -67,6 +79,11 @@ WRONG = [
     _wrong("an_object_with_a_wrong_field_is_refused",
              "An object of the right class whose field holds something else is a SerializationError; nothing is sent.",
              ("an int in a field of text", Part, Part(name=7), "name"),  # type: ignore[arg-type]
+             needs=("serializes",)),
+    _wrong("a_utc_offset_with_seconds_is_refused",
+             "A date whose UTC offset has seconds would come back as another one: SerializationError; nothing is sent.",
+             ("in a field", Appointment, Appointment(datetime(1890, 1, 1, tzinfo=_MEAN_TIME)), "at is datetime"),
+             ("in a list", list[datetime], [datetime(1890, 1, 1, tzinfo=_MEAN_TIME)], "astimezone(UTC)"),
              needs=("serializes",)),
     _wrong("a_body_that_is_no_json_is_refused",
              "Without a type, what JSON cannot say is a SerializationError; nothing is sent.",
