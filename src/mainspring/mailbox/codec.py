@@ -188,7 +188,12 @@ class Codec:
             raise self._unwritten(body, error) from error
         if kind is self._sure_text:
             return raw
-        if self._verifies and (kind not in self._certain or self._may_change(raw)):
+        exact = self._exact
+        if self._verifies and (
+            kind not in self._certain
+            or (exact.rounds and _LARGE_FLOAT.search(raw))
+            or (exact.cuts_offsets and _OFFSET.search(raw))
+        ):
             self._verify(body, raw)
             return raw
         if self._plain is None and b"null" in raw:
@@ -196,11 +201,6 @@ class Codec:
         if len(raw) > MAX_DIGITS or kind not in self._certain:
             self._check_readable(body, raw)
         return raw
-
-    def _may_change(self, raw: bytes) -> bool:
-        """True if JSON of a class whose values come back has one of the values that may not."""
-        exact = self._exact
-        return bool((exact.rounds and _LARGE_FLOAT.search(raw)) or (exact.cuts_offsets and _OFFSET.search(raw)))
 
     def _dump_revealed(self, body: Any) -> bytes:
         """Return JSON with secrets as their values, where there are any."""
