@@ -16,6 +16,7 @@ from mainspring.mailbox import job_list
 from mainspring.mailbox.backend import Backend
 from mainspring.mailbox.jobs import JobProgress, keep_progress, status_of
 from mainspring.mailbox.limiters import LimitChange, TaskLimits
+from mainspring.testing import run_virtual
 from stores import on
 from wrapped_backend import WrappedBackend, wrap
 
@@ -338,6 +339,22 @@ async def test_a_step_that_failed_can_be_made_again():
         assert found == sent
         with pytest.raises(StopAsyncIteration):
             await anext(listing)
+
+
+@pytest.mark.usefixtures("small_pages")
+def test_dead_letters_of_one_instant_can_be_purged_as_they_are_listed():
+    async def main() -> list[str]:
+        async with InMemoryMailbox("jobs") as box:
+            for number in range(9):
+                await bury(box, await send(box, number))
+            seen = []
+            async for job in box.jobs(state="dead"):
+                seen.append(job.id)
+                if len(seen) % 2 == 0:
+                    await box.purge_dead_letters([job.id])
+            return seen
+
+    assert len(run_virtual(main)) == 9
 
 
 class CannotCancel(WrappedBackend):
