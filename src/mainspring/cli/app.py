@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import datetime  # noqa: TC003 - typer reads the annotations
+from datetime import datetime
 from enum import StrEnum
 from pathlib import Path  # noqa: TC003 - typer reads the annotations
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +12,7 @@ import typer
 from mainspring import __version__
 from mainspring.cli.dead_verbs import dead
 from mainspring.cli.schedule_verbs import schedules
-from mainspring.cli.times import instant, seconds
+from mainspring.cli.times import ago, instant, seconds
 from mainspring.cli.user_errors import FAILED, WRONG_USE, UserError, flush_output, say
 
 if TYPE_CHECKING:
@@ -216,7 +216,7 @@ _Mailbox = Annotated[
 
 @app.command(epilog="Example: `mainspring stats 'sqlite:///jobs.db?name=emails'`")
 def stats(target: _Mailbox = None, as_json: _Json = False) -> int:
-    """Say how many messages of a mailbox are where, and how long the oldest pending one has waited."""
+    """Say how many messages of a mailbox are where, how long the oldest pending one has waited, and what is limited."""
     from mainspring.cli.jobs import show_stats
 
     return show_stats(target or [], as_json)
@@ -265,16 +265,124 @@ def reschedule(
     return reschedule_jobs(target or [], delay, at, as_json, verb="reschedule")
 
 
-@app.command(epilog="Example: `mainspring purge 'sqlite:///jobs.db?name=emails' --yes`")
+_States = Annotated[
+    list[str] | None,
+    typer.Option("--state", metavar="STATE", help="Those in this state: pending, dead and so on; may be repeated."),
+]
+_Task = Annotated[str | None, typer.Option("--task", metavar="NAME", help="Those that call this task.")]
+_Key = Annotated[str | None, typer.Option("--key", metavar="KEY", help="Those with this key.")]
+_Since = Annotated[
+    datetime | None,
+    typer.Option("--since", metavar="TIME", parser=ago, help="Those sent since: 30m, 24h, 7d ago, or a date."),
+]
+_OlderThan = Annotated[
+    datetime | None,
+    typer.Option("--older-than", metavar="TIME", parser=ago, help="Those sent before: 24h, 30d ago, or a date."),
+]
+_Search = Annotated[
+    str | None,
+    typer.Option(
+        "--search", metavar="TEXT", help="Those with this text in the id, task, key, last error or body (each is read)."
+    ),
+]
+_OneTask = Annotated[
+    str | None, typer.Option("--task", metavar="NAME", help="This task alone, instead of the whole mailbox.")
+]
+
+
+@app.command(epilog="Example: `mainspring jobs 'sqlite:///jobs.db?name=emails' --state pending --task email`")
+def jobs(
+    target: _Mailbox = None,
+    state: _States = None,
+    task: _Task = None,
+    key: _Key = None,
+    since: _Since = None,
+    older_than: _OlderThan = None,
+    search: _Search = None,
+    limit: Annotated[int, typer.Option(min=0, help="List at most this number; 0: all.")] = 100,
+    after: Annotated[
+        str | None, typer.Option(metavar="POSITION", help="Go on where a list ended: what it printed, or a position.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,
+) -> int:
+    """List jobs that fit all filters, a line each: what waits and runs, dead letters, kept results, chains."""
+    from mainspring.cli.job_list import list_jobs
+
+    filters = {"task": task, "key": key, "since": since, "older_than": older_than, "search": search}
+    return list_jobs(target or [], {"state": state, **filters}, limit or None, after, as_json)
+
+
+@app.command(epilog="Example: `mainspring purge 'sqlite:///jobs.db?name=emails' --task email --older-than 30d --yes`")
 def purge(
     target: _Mailbox = None,
+    state: _States = None,
+    task: _Task = None,
+    key: _Key = None,
+    since: _Since = None,
+    older_than: _OlderThan = None,
+    search: _Search = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     as_json: _Json = False,
 ) -> int:
-    """Drop all messages of a mailbox that are delayed, pending or in flight. Dead letters stay."""
-    from mainspring.cli.jobs import purge_jobs
+    """Drop messages of a mailbox that are delayed, pending or in flight: all, or those that fit all filters.
 
-    return purge_jobs(target or [], yes, as_json)
+    With --state, dead letters and kept results of that state as well. Else dead letters stay.
+    """
+    from mainspring.cli.job_list import purge_jobs
+
+    filters = {"task": task, "key": key, "since": since, "older_than": older_than, "search": search}
+    return purge_jobs(target or [], {"state": state, **filters}, yes, as_json)
+
+
+@app.command(epilog="""Example: `mainspring edit 'sqlite:///jobs.db?name=emails' 3f2a… '{"to": "ann@example.org"}'`""")
+def edit(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[TARGET] ID JSON",
+            help="The mailbox, the id, and a JSON object of arguments to replace; of a message that calls no task, its body.",
+        ),
+    ] = None,
+    as_json: _Json = False,
+) -> int:
+    """Change the arguments of a call that waits, or the body of a message. The other arguments stay.
+
+    They are checked where the mailbox is named as MODULE:ATTR of a Tasks. Status 1 where the job runs or has ended.
+    """
+    from mainspring.cli.jobs import edit_job
+
+    return edit_job(words or [], as_json)
+
+
+@app.command(epilog="Example: `mainspring pause 'sqlite:///jobs.db?name=emails' --task email`")
+def pause(target: _Mailbox = None, task: _OneTask = None, as_json: _Json = False) -> int:
+    """Let no worker of the fleet begin messages of a mailbox, or of a task, until `resume`. What runs goes on."""
+    from mainspring.cli.limits import set_paused
+
+    return set_paused(target or [], task, True, as_json)
+
+
+@app.command(epilog="Example: `mainspring resume 'sqlite:///jobs.db?name=emails' --task email`")
+def resume(target: _Mailbox = None, task: _OneTask = None, as_json: _Json = False) -> int:
+    """End a pause: what waits is begun at once."""
+    from mainspring.cli.limits import set_paused
+
+    return set_paused(target or [], task, False, as_json)
+
+
+@app.command(epilog="Example: `mainspring concurrency 'sqlite:///jobs.db?name=emails' 20 --task email`")
+def concurrency(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[TARGET] N|declared", help="The mailbox, and the number; declared: as the code says."),
+    ] = None,
+    task: _OneTask = None,
+    as_json: _Json = False,
+) -> int:
+    """Let at most N messages of a mailbox, or of a task, be in flight at once in the whole fleet, whatever the code says."""
+    from mainspring.cli.limits import set_concurrency
+
+    return set_concurrency(words or [], task, as_json)
 
 
 @app.command(epilog="Example: `mainspring migrate postgresql://app@db.example.org/app`")

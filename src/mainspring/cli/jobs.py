@@ -1,41 +1,51 @@
-"""Look at a mailbox and change its jobs: ``mainspring stats``, ``job``, ``cancel``, ``run-now``, ``reschedule``, ``purge``."""
+"""Look at a mailbox and change its jobs: ``mainspring stats``, ``job``, ``cancel``, ``run-now``, ``reschedule``, ``edit``."""
 
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import typer
 
+from mainspring.cli.limits import limit_line
 from mainspring.cli.store import mailbox_and_ids, printable, with_mailbox
 from mainspring.cli.user_errors import FAILED, UserError, say
 from mainspring.errors import JobNotFoundError, JobRunningError
 from mainspring.mailbox import jobs
+from mainspring.mailbox.codec import Codec
 from mainspring.mailbox.limits import delay_of
 from mainspring.mailbox.message import CancelOutcome
+from mainspring.tasks.calls import with_arguments
 from mainspring.validation import counted
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
+    from mainspring.mailbox.jobs import JobStatus
+    from mainspring.mailbox.limiters import LimitState
     from mainspring.mailbox.mailbox import Mailbox
+    from mainspring.mailbox.message import Counts
 
 
 def show_stats(words: Sequence[str], as_json: bool) -> int:
-    """Print where the messages of a mailbox are."""
-    mailbox, rest = mailbox_and_ids(words)
-    _no_more(rest, "stats")
-    counts = with_mailbox(mailbox, lambda opened: opened.counts())
+    """Print where the messages of a mailbox are, and what is limited."""
+    mailbox = mailbox_alone(words, "stats")
+
+    async def look(opened: Mailbox[Any, Any]) -> tuple[Counts, list[LimitState]]:
+        return await opened.counts(), await opened.limits() if opened.capabilities.limits else []
+
+    counts, limits = with_mailbox(mailbox, look)
     if as_json:
-        typer.echo(json.dumps({"mailbox": mailbox.name, **asdict(counts)}))
+        typer.echo(json.dumps({"mailbox": mailbox.name, **asdict(counts), "limits": [asdict(each) for each in limits]}))
         return 0
     for name in ("delayed", "pending", "in_flight", "settled", "dead"):
         typer.echo(f"{name.replace('_', ' '):<10} {getattr(counts, name):,}")
     if counts.queue_age is not None:
         typer.echo(f"{'queue age':<10} {counts.queue_age:,.1f} s")
+    for each in limits:
+        typer.echo(printable(limit_line(each)))
     return 0
 
 
@@ -44,16 +54,13 @@ def show_job(words: Sequence[str], as_json: bool) -> int:
     mailbox, ids = mailbox_and_ids(words)
     if len(ids) != 1:
         raise UserError(f"job: give the id of one job, not {counted(len(ids), 'id')}")
-    _know_tasks(mailbox)
+    know_tasks(mailbox)
     try:
         status = with_mailbox(mailbox, lambda opened: jobs.status_of(opened, ids[0]))
     except JobNotFoundError as error:
         raise UserError(str(error), FAILED) from None
-    facts: dict[str, Any] = {}
-    for name, value in asdict(status).items():
-        facts[name] = value.isoformat() if isinstance(value, datetime) else value
     if as_json:
-        typer.echo(json.dumps(facts))
+        typer.echo(json.dumps(status_json(status)))
         return 0
     for name, value in asdict(status).items():
         if value is None:
@@ -90,22 +97,35 @@ def reschedule_jobs(words: Sequence[str], delay: float | None, at: datetime | No
     return _for_each(words, verb, reschedule, as_json)
 
 
-def purge_jobs(words: Sequence[str], yes: bool, as_json: bool) -> int:
-    """Drop all messages of a mailbox that are delayed, pending or in flight, having asked first."""
+def edit_job(words: Sequence[str], as_json: bool) -> int:
+    """Give a job other arguments, or a message another body. The status is 1 where it does not wait."""
     mailbox, rest = mailbox_and_ids(words)
-    _no_more(rest, "purge")
-    if not yes:
-        if sys.stdin is None or not sys.stdin.isatty():
-            raise UserError("purge: without a terminal it cannot ask whether to drop them for good; pass --yes")
-        waiting = with_mailbox(mailbox, lambda opened: opened.approximate_count())
-        if not typer.confirm(f"Drop {counted(waiting, 'message')} of {mailbox.name} for good?", err=True):
-            raise UserError("nothing was dropped; answer y to drop them", FAILED)
-    dropped = with_mailbox(mailbox, lambda opened: opened.purge())
-    typer.echo(
-        json.dumps({"mailbox": mailbox.name, "purged": dropped})
-        if as_json
-        else f"{counted(dropped, 'message')} dropped; dead letters stay (see `mainspring dead purge`)"
-    )
+    if len(rest) != 2:
+        raise UserError("edit: give the id of one job and a JSON value, behind the mailbox")
+    job_id, text = rest
+    try:
+        given = json.loads(text)
+    except ValueError as error:
+        raise UserError(f"edit: {text!r:.100} is no JSON: {error}") from None
+    is_checked = mailbox.is_bound
+    know_tasks(mailbox)
+
+    async def edit(opened: Mailbox[Any, Any]) -> None:
+        body = (await jobs.waiting(opened, job_id)).message.body
+        changed = Codec().encode(given)
+        if opened.codec.task_of(body) is not None:
+            if not isinstance(given, dict):
+                raise UserError("edit: the message calls a task: give a JSON object of the arguments to replace")
+            changed = with_arguments(body, given)
+        if is_checked:
+            opened.codec.decode(changed)
+        jobs.check_changed(job_id, await opened.backend.replace_body(job_id, changed))
+
+    try:
+        with_mailbox(mailbox, edit)
+    except (JobNotFoundError, JobRunningError) as error:
+        raise UserError(str(error), FAILED) from None
+    typer.echo(json.dumps({"mailbox": mailbox.name, "edited": job_id}) if as_json else printable(f"{job_id} edited"))
     return 0
 
 
@@ -134,12 +154,21 @@ def _for_each(
     return 0 if len(done) == len(set(ids)) else FAILED
 
 
-def _no_more(rest: Sequence[str], verb: str) -> None:
+def mailbox_alone(words: Sequence[str], verb: str) -> Mailbox[Any, Any]:
+    """Return the mailbox that the words of a verb name, and refuse more words."""
+    mailbox, rest = mailbox_and_ids(words)
     if rest:
         raise UserError(f"{verb}: takes a mailbox alone, not {' '.join(rest)!r:.100}")
+    return mailbox
 
 
-def _know_tasks(mailbox: Mailbox[Any, Any]) -> None:
+def status_json(status: JobStatus) -> dict[str, Any]:
+    """Return what is known of a job, for JSON."""
+    said = asdict(status)
+    return {name: value.isoformat() if isinstance(value, datetime) else value for name, value in said.items()}
+
+
+def know_tasks(mailbox: Mailbox[Any, Any]) -> None:
     """Let the names of tasks be read from bodies, where the mailbox is bound to nothing else."""
     if not mailbox.is_bound:
         from mainspring.tasks.calls import CallCodec

@@ -292,6 +292,21 @@ async def reschedule(mailbox: Mailbox[Any, Any], message_id: str, delay: float) 
     check_changed(message_id, outcome)
 
 
+async def waiting(mailbox: Mailbox[Any, Any], message_id: str) -> UnfinishedMessage:
+    """Return the message of a job that is scheduled or pending.
+
+    :raises JobNotFoundError: it is finished, or not known.
+    :raises JobRunningError: a worker runs it now.
+    """
+    mailbox.check_open()
+    found = await mailbox.backend.find([message_id])
+    if not found:
+        check_changed(message_id, RescheduleOutcome.UNKNOWN)
+    if found[0].place is MessagePlace.IN_FLIGHT:
+        check_changed(message_id, RescheduleOutcome.IN_FLIGHT)
+    return found[0]
+
+
 def check_changed(message_id: str, outcome: RescheduleOutcome) -> None:
     """Raise what says why a job was not changed.
 

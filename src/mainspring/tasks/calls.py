@@ -370,6 +370,16 @@ def head(name: str) -> bytes:
     return HEAD + name.encode() + ARGS
 
 
+def with_arguments(raw: bytes, arguments: Mapping[str, Any]) -> bytes:
+    """Return the JSON of a call with these arguments (JSON values) in place of its own of the same names. They are not checked.
+
+    :raises SerializationError: ``raw`` is no call, or an argument is no JSON.
+    """
+    name, before = _parts(raw)
+    codec = Codec()
+    return head(name) + codec.encode({**codec.decode(before), **arguments}) + b"}"
+
+
 def _parts(raw: bytes) -> tuple[str, bytes]:
     """Return the task's name and the JSON of the arguments of a call that another program has written."""
     from pydantic_core import from_json, to_json

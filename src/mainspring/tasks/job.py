@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from mainspring.mailbox.limits import check_seconds, delay_of
+from mainspring.tasks.calls import TaskCall
 from mainspring.validation import MAX_DELAY
 
 if TYPE_CHECKING:
@@ -117,6 +118,24 @@ class Job(Generic[R]):
         """
         await self.reschedule(0)
 
+    async def edit(self, /, **arguments: Any) -> None:
+        """Replace arguments of the call while it waits: for its time, for its turn, or for its next attempt. The others stay.
+
+        Its key, its priority and what ``unique`` made of the arguments stay those of the send. Of two edits at once, one may
+        undo the other. Cancelled, it may have taken place.
+
+        :raises JobRunningError: a worker runs it now.
+        :raises InvalidParameterError: the task has no such parameter.
+        :raises SerializationError: an argument is not of its type, or the message calls no task; nothing was changed.
+        :raises UnknownTaskError: its task is not registered here.
+        :raises ConfigError: the mailbox cannot (``Capabilities.edit``).
+        """
+        from mainspring.mailbox import jobs
+
+        mailbox = self._tasks.mailbox
+        call = mailbox.body_of((await jobs.waiting(mailbox, self.id)).message)
+        await mailbox.replace_body(self.id, TaskCall(call.task, {**call.arguments, **arguments}))
+
 
 class SyncJob(Generic[R]):
     """The calls of a :class:`Job` for threads that are not async, each with the parameters and errors of its namesake.
@@ -147,3 +166,7 @@ class SyncJob(Generic[R]):
     def run_now(self) -> None:
         """Let it begin as soon as it is its turn."""
         self._mailbox.call(self._job.run_now)
+
+    def edit(self, /, **arguments: Any) -> None:
+        """Replace arguments of the call while it waits."""
+        self._mailbox.call(self._job.edit, **arguments)

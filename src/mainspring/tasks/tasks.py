@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Concatenate
 
+    from mainspring.mailbox.limiters import LimitState
     from mainspring.mailbox.sync import SyncMailbox
     from mainspring.offload.pool import OffloadPool
     from mainspring.policies import DeadLetterPolicy, LeasePolicy, Rate, RetryPolicy
@@ -420,6 +421,24 @@ class Tasks:
         task = self.registered.get(task_name or "")
         return Codec().decode(raw) if task is None else task.result_codec.decode(raw)
 
+    # ------------------------------------------------------------------------------------------------- the whole fleet
+
+    async def pause(self, task: Task[..., Any] | str | None = None) -> None:
+        """Let no worker begin calls, or those of ``task``, until :meth:`resume`; see :meth:`Mailbox.pause`."""
+        await self.mailbox.pause(_task_name(task))
+
+    async def resume(self, task: Task[..., Any] | str | None = None) -> None:
+        """End a :meth:`pause`; see :meth:`Mailbox.resume`."""
+        await self.mailbox.resume(_task_name(task))
+
+    async def set_concurrency(self, most: int | None, task: Task[..., Any] | str | None = None) -> None:
+        """Change how many calls, or calls of ``task``, run at once in the whole fleet; see :meth:`Mailbox.set_concurrency`."""
+        await self.mailbox.set_concurrency(most, _task_name(task))
+
+    async def limits(self) -> list[LimitState]:
+        """Return the limits, the pauses and the changed concurrency of tasks; see :meth:`Mailbox.limits`."""
+        return await self.mailbox.limits()
+
     # ------------------------------------------------------------------------------------------------------- testing
 
     @contextmanager
@@ -459,3 +478,7 @@ class Tasks:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
         return await self.mailbox.__aexit__(kind, error, trace)
+
+
+def _task_name(task: Task[..., Any] | str | None) -> str | None:
+    return task.name if isinstance(task, Task) else task

@@ -1,0 +1,63 @@
+"""Limits of a mailbox or a task in the whole fleet: ``mainspring pause``, ``resume`` and ``concurrency``."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import typer
+
+from mainspring.cli.store import mailbox_and_ids, printable, with_mailbox
+from mainspring.cli.user_errors import UserError
+from mainspring.mailbox.limiters import ALL_TASKS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mainspring.mailbox.limiters import LimitState
+
+DECLARED = "declared"
+"""The concurrency that means what the code says."""
+
+
+def set_paused(words: Sequence[str], task: str | None, paused: bool, as_json: bool) -> int:
+    """Pause or resume a mailbox, or one of its tasks."""
+    verb = "pause" if paused else "resume"
+    mailbox, rest = mailbox_and_ids(words)
+    if rest:
+        raise UserError(f"{verb}: takes a mailbox alone, not {' '.join(rest)!r:.100}; name a task with --task")
+    with_mailbox(mailbox, lambda opened: opened.pause(task) if paused else opened.resume(task))
+    _tell(mailbox.name, task, "paused" if paused else "resumed", as_json)
+    return 0
+
+
+def set_concurrency(words: Sequence[str], task: str | None, as_json: bool) -> int:
+    """Change how many messages of a mailbox, or of one of its tasks, are in flight at once."""
+    mailbox, rest = mailbox_and_ids(words)
+    number = rest[0] if len(rest) == 1 else ""
+    if number != DECLARED and not (number.isascii() and number.isdigit() and int(number)):
+        raise UserError(
+            f"concurrency: give one number from 1, or {DECLARED!r} for what the code says, behind the mailbox; `mainspring"
+            " pause` lets none begin"
+        )
+    most = None if number == DECLARED else int(number)
+    with_mailbox(mailbox, lambda opened: opened.set_concurrency(most, task))
+    _tell(mailbox.name, task, f"concurrency {number}", as_json)
+    return 0
+
+
+def _tell(mailbox: str, task: str | None, what: str, as_json: bool) -> None:
+    of = mailbox if task is None else f"task {task} of {mailbox}"
+    typer.echo(json.dumps({"mailbox": mailbox, "task": task, "done": what}) if as_json else printable(f"{of}: {what}"))
+
+
+def limit_line(state: LimitState) -> str:
+    """Return a line that says what is limited of a task."""
+    limits = state.limits
+    declared = {"rate": limits.rate, "per key": limits.key_concurrency, "rate per key": limits.key_rate}
+    concurrency = None if state.most is None else f"{state.most}{'' if state.concurrency is None else ' (changed)'}"
+    said = [f"{name} {value}" for name, value in {"concurrency": concurrency, **declared}.items() if value is not None]
+    if state.paused:
+        said.insert(0, "paused")
+    of = "all tasks" if state.task == ALL_TASKS else f"task {state.task}"
+    return f"{of}: {', '.join(said)}; {state.running:,} running, {state.waiting:,} waiting"
