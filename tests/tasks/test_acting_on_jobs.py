@@ -17,12 +17,11 @@ from mainspring.errors import (
     SerializationError,
     UnknownTaskError,
 )
-from mainspring.mailbox.limiters import LimitChange, TaskLimits
 from stores import on
 
 pytestmark = pytest.mark.anyio
 
-EDITED = on("memory")
+EDITED = on("memory", "nats")
 LIMITED = on("memory")
 HOUR = 3_600
 
@@ -97,6 +96,7 @@ async def test_a_body_is_replaced_and_checked_as_in_a_send(store):
         with pytest.raises(InvalidParameterError, match="message_id"):
             await box.replace_body(7, Order(11))
         messages = await box.receive(max_messages=2, visibility_timeout=60)
+        messages.sort(key=lambda message: message.id)
         assert [message.body for message in messages] == [Order(10), Order(2)]
         with pytest.raises(JobRunningError):
             await box.replace_body(first, Order(12))
@@ -170,7 +170,7 @@ async def test_a_pause_lets_a_group_stay_ready(store):
     async with tasks, group:
         await tasks.pause()
         await anyio.sleep(0.2)
-        assert group.readiness()["ready"]
+        assert group.status().ready
 
 
 @LIMITED
@@ -179,7 +179,7 @@ async def test_the_concurrency_is_changed_at_run_time_and_as_declared_again(stor
     running, most = 0, []
     go = anyio.Event()
 
-    @tasks.task
+    @tasks.task(concurrency=5)
     async def work(ctx: Context, number: int) -> None:
         nonlocal running
         running += 1
@@ -190,20 +190,17 @@ async def test_the_concurrency_is_changed_at_run_time_and_as_declared_again(stor
 
     async with tasks:
         box = tasks.mailbox
-        await box.backend.change_limits([LimitChange("work", TaskLimits(concurrency=5))])
         await tasks.set_concurrency(2, work)
-        (state,) = await tasks.limits()
-        assert (state.task, state.most, state.concurrency, state.limits.concurrency) == ("work", 2, 2, 5)
-        for number in range(8):
-            envelope = box.prepare(work.s(number))
-            envelope.task = "work"
-            await box.send_prepared([envelope])
+        await work.send_many([(number,) for number in range(8)])
         async with group_of(tasks):
             with anyio.fail_after(20):
                 while len(most) < 2:
                     await anyio.sleep(0.005)
                 await anyio.sleep(0.05)
                 assert running == 2
+                (state,) = await tasks.limits()
+                assert (state.task, state.most, state.concurrency, state.limits.concurrency) == ("work", 2, 2, 5)
+                assert (state.running, state.waiting) == (2, 6)
                 await tasks.set_concurrency(None, work)
                 while running < 5:
                     await anyio.sleep(0.005)

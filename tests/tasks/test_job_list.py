@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 import pytest
-from task_support import group_of
+from task_support import group_of, until_done
 
-from mainspring import DeadLetterPolicy, InMemoryMailbox, JobState, Tasks, parallel
+from mainspring import CancelOutcome, DeadLetterPolicy, InMemoryMailbox, JobState, Tasks, parallel
 from mainspring.errors import ConfigError, InvalidParameterError, MailboxConnectionError
 from mainspring.mailbox import job_list
 from mainspring.mailbox.backend import Backend
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.anyio
 
-LISTED = on("memory")
+LISTED = on("memory", "nats")
+LIMITED = on("memory")
 HOUR = 3_600
 
 
@@ -98,6 +99,35 @@ async def test_jobs_are_listed_wherever_they_are(store):
         ):
             assert await ids(box, state=state) == expected
         await running.cancel()
+
+
+@LISTED
+async def test_the_task_and_the_key_of_a_job_are_known_to_its_end(store):
+    tasks = Tasks(store.url(), dead_letter=DeadLetterPolicy(max_attempts=1))
+
+    @tasks.task(key="to", result_ttl=HOUR)
+    async def email(to: str, fails: bool = False) -> None:
+        if fails:
+            raise ValueError(to)
+
+    async with tasks:
+        box = tasks.mailbox
+        kept = [await email.send("ann"), await email.send("ann", fails=True)]
+        await email.send("bob")
+        async with group_of(tasks):
+            await until_done(box)
+        dropped = [await email.options(key="ann", delay=HOUR).send("di") for _ in range(2)]
+        assert await dropped[1].cancel() is CancelOutcome.REMOVED
+        expected = {job.id for job in (*kept, *dropped)}
+        assert set(await ids(box, key="ann")) == set(await ids(box, key="ann", task="email")) == expected
+        states = {JobState.DONE, JobState.DEAD, JobState.SCHEDULED, JobState.CANCELLED}
+        found = [job async for job in box.jobs(key="ann")]
+        assert {job.state for job in found} == states
+        assert {job.task for job in found} == {"email"}
+        assert [(await job.status()).key for job in (*kept, *dropped)] == ["ann"] * 4
+        assert await ids(box, key="ann", task="bill") == []
+        assert await box.purge(key="ann", state=list(JobState)) == 4
+        assert sorted([job.state async for job in box.jobs()]) == ["cancelled", "done"]
 
 
 @LISTED
@@ -259,7 +289,7 @@ async def test_a_chain_and_its_parts_are_jobs(store):
         assert whole.finished_at >= whole.enqueued_at
 
 
-@LISTED
+@LIMITED
 async def test_what_waits_at_a_limit_is_listed_as_pending(store):
     async with store.box() as box:
         await box.backend.change_limits([LimitChange("email", TaskLimits(concurrency=1))])

@@ -321,26 +321,26 @@ def _placed(found: _Found, page: _JobPage, at: _Position) -> JobStatus:
 
 async def purge(mailbox: Mailbox[Any, Any], which: JobFilter) -> int:
     """Drop the jobs that are meant; see :meth:`Mailbox.purge`. Return how many."""
-    jobs = JobList(mailbox, which, chains=False)
     dropped = 0
-    while batch := await jobs.batch():
-        dropped += await _drop(mailbox, batch)
+    for states in (which.states - UNFINISHED, which.states & UNFINISHED):  # what is cancelled leaves a kept end
+        jobs = JobList(mailbox, replace(which, states=states), chains=False)
+        while batch := await jobs.batch():
+            dropped += await _drop(mailbox, batch)
     return dropped
 
 
 async def _drop(mailbox: Mailbox[Any, Any], batch: Collection[JobStatus]) -> int:
     """Drop jobs together, as stores join such calls. Raise an error when all have ended."""
-    dropped = 0
+    dropped: list[str] = []
     errors: list[MailboxError] = []
 
     async def drop(job: JobStatus) -> None:
-        nonlocal dropped
         try:
-            if job.state in UNFINISHED:
-                dropped += await mailbox.cancel(job.id) is not CancelOutcome.UNKNOWN
-            else:
+            if job.state not in UNFINISHED:
                 await mailbox.backend.write_record(RecordWrite(RESULT, job.id, None))
-                dropped += 1
+            elif await mailbox.cancel(job.id) is CancelOutcome.UNKNOWN:
+                return
+            dropped.append(job.id)
         except MailboxError as error:
             errors.append(error)
 
@@ -351,4 +351,4 @@ async def _drop(mailbox: Mailbox[Any, Any], batch: Collection[JobStatus]) -> int
                 together.start_soon(drop, job)
     if errors:
         raise errors[0]
-    return dropped + (await mailbox.backend.purge_dead_letters(dead) if dead else 0)
+    return len(dropped) + (await mailbox.backend.purge_dead_letters(dead) if dead else 0)

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
     from mainspring.mailbox.backend import Backend
     from mainspring.mailbox.mailbox import Mailbox
-    from mainspring.mailbox.message import ClaimedMessage, Dead, UnfinishedMessage
+    from mainspring.mailbox.message import ClaimedMessage, Dead, Envelope, UnfinishedMessage
     from mainspring.mailbox.records import Record
 
 LOOK_EVERY = 1.0
@@ -136,6 +136,18 @@ def kept_for(headers: Mapping[str, str]) -> float | None:
     except ValueError:
         return None
     return seconds if 0 < seconds < float("inf") else None
+
+
+def with_identity(envelope: Envelope) -> Envelope:
+    """Let the headers of a message tell its key, and its task if its end is to be kept; return it.
+
+    Of a dead letter the store tells no key any more, and of a message that was cancelled not even the body.
+    """
+    told = {KEY_HEADER: envelope.key, TASK_HEADER: envelope.task if RESULT_TTL in envelope.headers else None}
+    given = {name: value for name, value in told.items() if value is not None}
+    if given:
+        envelope.headers = {**envelope.headers, **given}
+    return envelope
 
 
 def result_of(delivery: ClaimedMessage, task: str, raw: bytes) -> Result | None:

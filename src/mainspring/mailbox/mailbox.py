@@ -637,7 +637,9 @@ class Mailbox(MailboxLifeCycle, Generic[T, R]):
         return JobList(self, JobFilter.of("jobs", state, task, key, since, older_than, search), limit, after)
 
     async def replace_body(self, message_id: str, body: T) -> None:
-        """Let a message that is delayed or pending have another body. Its place, its counts and all else stay.
+        """Let a message that is delayed or pending have another body. Its counts and all else stay, and so does its place.
+
+        A mailbox without :attr:`Capabilities.front_return` puts a pending one behind all that wait.
 
         :raises JobRunningError: a worker runs it now.
         :raises JobNotFoundError: no such message is delayed or pending.
@@ -667,8 +669,9 @@ class Mailbox(MailboxLifeCycle, Generic[T, R]):
         The filters are those of :meth:`jobs`. Without ``state``, unfinished jobs are meant, and dead letters stay; with one,
         dead letters and kept ends of such states are deleted as well. Without any filter, all is dropped in one step, and the
         holders' later calls raise :class:`ReceiptHandleExpiredError`. With one, jobs are ended page by page, each as by
-        :meth:`cancel`: handlers are cancelled, and requesters are told. Cancelled, or failed with
-        :class:`MailboxConnectionError`, it has dropped some; another call drops the rest.
+        :meth:`cancel`: handlers are cancelled, requesters are told, and the end is kept where it was asked for.
+
+        Cancelled, or failed with :class:`MailboxConnectionError`, it has dropped some; another call drops the rest.
         """
         from mainspring.mailbox import job_list
 

@@ -22,7 +22,7 @@ from mainspring.errors import (
     RequestTimeoutError,
     ResultTooLargeError,
 )
-from mainspring.mailbox.jobs import LOOK_EVERY, EndListener, JobState
+from mainspring.mailbox.jobs import LOOK_EVERY, EndListener, JobState, with_identity
 from mainspring.mailbox.limits import check_seconds
 from mainspring.mailbox.message import Envelope
 from mainspring.mailbox.records import CHAIN, CHAIN_PART, RecordWrite, check_size
@@ -128,7 +128,7 @@ async def _sending(state: ChainState, pages: _GivenPages | _StoredPages) -> tupl
         envelope.headers, envelope.expires_in = {**call.headers, CHAIN_PART: str(place)}, call.expires_in
         envelope.delay = call.delay
         envelope.task, envelope.key, envelope.weight = call.task, call.key, call.weight
-        envelopes.append(envelope)
+        envelopes.append(with_identity(envelope))
     return after, envelopes
 
 

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from mainspring.errors import ConfigError, UnknownTaskError
+from mainspring.mailbox.jobs import with_identity
 from mainspring.mailbox.message import Envelope
 from mainspring.mailbox.records import check_size
 from mainspring.tasks.calls import OutgoingCall, TaskCall, head
@@ -129,10 +130,11 @@ def unchecked_call_of(name: str, definition: Definition, tasks: Tasks, tick: flo
     mailbox = tasks.mailbox
     raw = head(definition.task) + json.dumps(definition.args).encode() + b"}"
     body = raw if mailbox.serializes else mailbox.codec.unserialized(mailbox.codec.decode(raw))
-    return Envelope(
+    envelope = Envelope(
         mailbox.new_id(), body, 0.0, None, definition.dedup_key, definition.priority,
         _headers(name, definition, tick), definition.expires_in, definition.task, definition.key, definition.weight,
     )  # fmt: skip
+    return with_identity(envelope)
 
 
 def _headers(name: str, definition: Definition, tick: float) -> dict[str, str]:

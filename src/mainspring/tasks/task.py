@@ -12,6 +12,7 @@ from mainspring.core.introspection import is_async
 from mainspring.core.process import in_event_loop
 from mainspring.errors import ConfigError, InvalidParameterError, TaskExitError
 from mainspring.mailbox.codec import Codec
+from mainspring.mailbox.jobs import with_identity
 from mainspring.mailbox.limits import check_seconds
 from mainspring.mailbox.message import Envelope
 from mainspring.mailbox.records import RESULT_TTL
@@ -314,7 +315,7 @@ class Task(Generic[P, R]):
         envelope.task = self.name
         if self.has_key:
             envelope.key, envelope.weight = share_of(self, arguments)
-        return envelope
+        return with_identity(envelope) if self.has_key or how.result_ttl else envelope
 
     def _prepare_with_options(self, call: TaskCall, headers: Mapping[str, str] | None) -> Envelope:
         how = self.sending
