@@ -21,8 +21,8 @@ from stores import on
 
 pytestmark = pytest.mark.anyio
 
-EDITED = on("memory", "nats")
-LIMITED = on("memory")
+EDITED = on("memory", "redis", "nats")
+LIMITED = on("memory", "redis")
 HOUR = 3_600
 
 

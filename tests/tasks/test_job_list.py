@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.anyio
 
-LISTED = on("memory", "nats")
-LIMITED = on("memory")
+LISTED = on("memory", "redis", "nats")
+LIMITED = on("memory", "redis")
 HOUR = 3_600
 
 
