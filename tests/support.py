@@ -86,11 +86,11 @@ class FaultyMailbox(InMemoryMailbox[Any, Any]):
     """A memory mailbox of whose calls chosen ones fail, hang, or are slow.
 
     The calls are ``"claim"``, ``"settle"``, ``"extend"``, ``"save_checkpoint"``, ``"counts"``, ``"find_dead"`` (by a view of
-    its dead letters) and, where ``joins``, ``"join"``: such a mailbox takes acknowledgements that are made together in one
-    call, any other takes them one by one.
+    its dead letters), ``"write_record"`` and, where ``joins``, ``"join"``: such a mailbox takes acknowledgements that are made
+    together in one call, any other takes them one by one.
 
-    ``calls`` records them, except ``"counts"`` and ``"find_dead"``, as (instant, call, argument); ``most_leased`` is how
-    many messages were ever in flight; ``joined`` has the bodies of each joint acknowledgement.
+    ``calls`` records them, except ``"counts"``, ``"find_dead"`` and ``"write_record"``, as (instant, call, argument);
+    ``most_leased`` is how many messages were ever in flight; ``joined`` has the bodies of each joint acknowledgement.
     """
 
     def __init__(self, name: str | None = None, *, joins: bool = False, **options: Any) -> None:
@@ -163,6 +163,9 @@ class _FaultyBackend(WrappedBackend):
 
     async def counts(self) -> Any:
         return await self.mailbox.act("counts", self.inner.counts)
+
+    async def write_record(self, write: Any, envelopes: Any = ()) -> Any:
+        return await self.mailbox.act("write_record", partial(self.inner.write_record, write, envelopes))
 
     async def find_dead_letters(self, message_ids: list[str]) -> Any:
         return await self.mailbox.act("find_dead", partial(self.inner.find_dead_letters, message_ids))

@@ -81,6 +81,8 @@ if TYPE_CHECKING:
     from mainspring.mailbox.message import Message as Message
     from mainspring.mailbox.open import open_mailbox as open_mailbox
     from mainspring.mailbox.requests import PendingReply as PendingReply
+    from mainspring.mailbox.workers import WorkerState as WorkerState
+    from mainspring.mailbox.workers import WorkerStatus as WorkerStatus
     from mainspring.offload.pool import OffloadPool as OffloadPool
     from mainspring.policies import DeadLetterPolicy as DeadLetterPolicy
     from mainspring.policies import LeasePolicy as LeasePolicy
@@ -171,6 +173,7 @@ _HOMES = {
     "mailbox.backend": ("Backend", "Capabilities", "MailboxStatistics"),
     "mailbox.jobs": ("JobProgress", "JobState", "JobStatus"),
     "mailbox.limiters": ("LimitState",),
+    "mailbox.workers": ("WorkerState", "WorkerStatus"),
     "mailbox.mailbox": ("Mailbox",),
     "mailbox.memory.mailbox": ("InMemoryMailbox",),
     "mailbox.message": ("CancelOutcome", "DeadLetter", "Message"),

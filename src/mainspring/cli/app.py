@@ -222,6 +222,14 @@ def stats(target: _Mailbox = None, as_json: _Json = False) -> int:
     return show_stats(target or [], as_json)
 
 
+@app.command(epilog="Example: `mainspring workers 'sqlite:///jobs.db?name=emails'`")
+def workers(target: _Mailbox = None, as_json: _Json = False) -> int:
+    """List the loops that work on a mailbox, in whatever processes, a line each. One that was killed is shown for a minute."""
+    from mainspring.cli.workers import show_workers
+
+    return show_workers(target or [], as_json)
+
+
 @app.command(epilog="Example: `mainspring job 'sqlite:///jobs.db?name=emails' 3f2a…`")
 def job(target: _Words = None, as_json: _Json = False) -> int:
     """Say where a job is: its state, attempts, dates, progress and last error. Status 1 where it is not known."""

@@ -160,7 +160,7 @@ class Lifetime:
                 try:
                     await self._run_loops_on(mailboxes, shared, ready)
                 finally:
-                    self._share(NO_RESOURCES, ())
+                    self._share(None, NO_RESOURCES, ())
             for daemon in reversed(mailboxes.daemons):
                 daemon.ask()  # all at once: each may have to wait for a server that does not answer
 
@@ -176,7 +176,7 @@ class Lifetime:
                     lifespan = Lifespan(self.settings.lifespan, self.settings.cancel_grace)
                     shared.start_soon(lifespan.run, name="lifespan", stop=lifespan.stop)
                     resources = await lifespan.wait_opened()
-                self._share(resources, wrappers_of(self.settings.middleware))
+                self._share(self.name, resources, wrappers_of(self.settings.middleware))
                 if not self.shutdown.requested.is_set():  # opening may have met no point at which it could be cancelled
                     self._start(scope)
                     for managed in self.managed_loops:
@@ -191,11 +191,11 @@ class Lifetime:
             self._enter(GroupState.STOP_DAEMONS)
             self._arm_exit(anyio.current_time() + self.settings.shutdown_timeout)
 
-    def _share(self, resources: Any, wrappers: Sequence[Wrapper]) -> None:
-        """Set what the loops' handlers share, for their next run."""
+    def _share(self, group: str | None, resources: Any, wrappers: Sequence[Wrapper]) -> None:
+        """Set what the loops have of their group, for their next run."""
         for loop in self._loops:
             if isinstance(loop, MainLoop):
-                loop.resources, loop.outer_wrappers = resources, wrappers
+                loop.group, loop.resources, loop.outer_wrappers = group, resources, wrappers
 
     def _start(self, scope: DaemonScope) -> None:
         for text in self._warnings:

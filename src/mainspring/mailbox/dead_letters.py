@@ -26,7 +26,10 @@ from mainspring.runtime.deadline import without_deadline
 from mainspring.runtime.interval import Periodic
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from mainspring.mailbox.message import Settlement
+    from mainspring.mailbox.records import Record, RecordWrite
     from mainspring.runtime.scope import DaemonScope
 
 PAGE = 500
@@ -253,6 +256,15 @@ class DeadLetterBackend(Backend):
 
     async def checkpoint(self, delivery: ClaimedMessage, state: bytes) -> None:
         await self._tickets.backend.checkpoint(_ticket_in(delivery), state)
+
+    async def write_record(self, write: RecordWrite, envelopes: Sequence[Envelope] = ()) -> int | None:
+        return await self.source.backend.write_record(write, envelopes)
+
+    async def find_records(self, kind: str, keys: list[str]) -> list[Record]:
+        return await self.source.backend.find_records(kind, keys)
+
+    async def list_records(self, kind: str, limit: int, after: str | None) -> list[Record]:
+        return await self.source.backend.list_records(kind, limit, after)
 
     async def counts(self) -> Counts:
         """Return the counts of dead letters: those not received yet are pending, and the parked ones are ``dead``."""

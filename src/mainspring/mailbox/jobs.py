@@ -9,13 +9,10 @@ after the other misses only a message that is replayed meanwhile, which a second
 from __future__ import annotations
 
 import json
-import os
-import socket
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from enum import StrEnum
-from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import anyio
@@ -43,6 +40,7 @@ from mainspring.mailbox.records import (
     RecordWrite,
     check_size,
 )
+from mainspring.mailbox.workers import worker_name, workers_of_jobs
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping
@@ -102,7 +100,8 @@ class JobStatus:
     finished_at: datetime | None = None
     """When it was done, failed, cancelled or dead."""
     worker: str | None = None
-    """The host and the process that ended it or last said its progress, as ``host:pid``."""
+    """The host and the process that ended it, last said its progress or runs it, as ``host:pid``. Of a run that says no
+    progress it is known within 21 seconds (see :meth:`Mailbox.workers`)."""
     progress: JobProgress | None = None
     last_error: str | None = None
     last_error_type: str | None = None
@@ -222,16 +221,6 @@ def _written(said: Mapping[str, Any]) -> bytes:
     return json.dumps(said, separators=(",", ":")).encode()
 
 
-@cache
-def _host() -> str:
-    return socket.gethostname()
-
-
-def worker_name() -> str:
-    """Return the host and the id of this process, as ``host:pid``."""
-    return f"{_host()}:{os.getpid()}"
-
-
 # ------------------------------------------------------------------------------------------------------ what is seen
 
 
@@ -245,15 +234,22 @@ async def status_of(mailbox: Mailbox[Any, Any], message_id: str) -> JobStatus:
 
 
 async def with_progress(backend: Backend, found: list[JobStatus]) -> list[JobStatus]:
-    """Return these statuses, with how far the handlers of unfinished jobs said that they are."""
+    """Return these statuses, with how far the handlers of unfinished jobs said that they are, and who runs them."""
     begun = [status.id for status in found if status.deliveries and not status.is_finished]
     if not begun or not backend.capabilities.records:
         return found
     said = {record.key: json.loads(record.value) for record in await backend.find_records(PROGRESS, begun)}
-    return [
+    found = [
         replace(status, progress=JobProgress(last["done"], last["total"]), worker=last["worker"])
         if (last := said.get(status.id)) is not None
         else status
+        for status in found
+    ]
+    if not any(status.worker is None and status.state is JobState.RUNNING for status in found):
+        return found
+    workers = await workers_of_jobs(backend)
+    return [
+        replace(status, worker=workers.get((status.id, status.deliveries))) if status.worker is None else status
         for status in found
     ]
 

@@ -7,7 +7,6 @@ It checks and encodes what users give, decodes what they receive, and keeps the 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Generic, cast
 
@@ -57,6 +56,7 @@ from mainspring.mailbox.message import (
 )
 from mainspring.mailbox.requests import REPLY_ERRORS, WITHDRAWAL_TIMEOUT, PendingReply, cancelled_error
 from mainspring.mailbox.sync import SyncMailbox
+from mainspring.mailbox.workers import workers_of
 from mainspring.runtime.deadline import inherited, with_deadline
 from mainspring.validation import MAX_VISIBILITY, as_seconds, is_whole
 
@@ -67,6 +67,7 @@ if TYPE_CHECKING:
 
     from mainspring.mailbox.job_list import JobList, States
     from mainspring.mailbox.requests import Requester
+    from mainspring.mailbox.workers import WorkerStatus
     from mainspring.runtime.deadline import Deadline, Inherited
     from mainspring.validation import Seconds
 
@@ -491,7 +492,7 @@ class Mailbox(MailboxLifeCycle, Generic[T, R]):
         with anyio.CancelScope(shield=True, deadline=anyio.current_time() + CLOSE_TIMEOUT):
             for delivery, dead in undecodable:
                 try:
-                    await self._settle_dead(delivery, dead)
+                    await replies.settle_dead(self, delivery, dead)
                 except MailboxError:
                     continue
                 done += 1
@@ -506,20 +507,8 @@ class Mailbox(MailboxLifeCycle, Generic[T, R]):
         if type(settlement) is Ack and settlement.reply is not None:
             return replies.settle(self, delivery, settlement, settlement.reply)
         if type(settlement) is Dead:
-            return self._settle_dead(delivery, settlement)
+            return replies.settle_dead(self, delivery, settlement)
         return self.backend.settle(delivery, settlement)
-
-    async def _settle_dead(self, delivery: ClaimedMessage, dead: Dead) -> None:
-        """Dead-letter a message, and tell its requester where that can be done: the reply may be lost, the message may not."""
-        dead = replies.completed(self, delivery, dead)
-        if dead.reply is None:
-            await self.backend.settle(delivery, dead)
-        else:
-            try:
-                await replies.settle(self, delivery, dead, dead.reply)
-            except ReplyNotAvailableError:
-                await self.backend.settle(delivery, replace(dead, reply=None))
-        self.backend.notifications.dead.publish(delivery.message_id)
 
     async def acknowledge_many(self, messages: Sequence[Message[T, R]]) -> dict[int, Exception]:
         """Acknowledge messages of this mailbox together: in one step, where the backend can do that.
@@ -596,6 +585,14 @@ class Mailbox(MailboxLifeCycle, Generic[T, R]):
         No call to the store is made. An unopened or closed mailbox has zeros.
         """
         return self.backend.statistics() if self._usable else MailboxStatistics()
+
+    async def workers(self) -> list[WorkerStatus]:
+        """Return the loops that work on this mailbox, in whatever processes, in the order of their names.
+
+        Each tells the store every 20 seconds how it is. A worker that was killed is in the list for up to a minute more, with
+        its :attr:`~WorkerStatus.last_seen`. :raises ConfigError: the store keeps no records (``Capabilities.records``).
+        """
+        return await workers_of(self)
 
     async def approximate_count(self) -> int:
         """Return how many messages are still to be done: delayed, pending and in flight."""

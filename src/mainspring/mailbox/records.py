@@ -1,7 +1,7 @@
 """Records: small values that a mailbox keeps beside its messages, each under a kind and a key, for a time or until deleted.
 
-The results of calls, the progress of handlers and the schedules are records. A write can depend on the version that is
-there, and messages can be sent in one step with it. So of many workers that act on one record, one does.
+The results of calls, the progress of handlers, the schedules and the workers are records. A write can depend on the version
+that is there, and messages can be sent in one step with it. So of many workers that act on one record, one does.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ CHAIN_PART: Final = "mainspring-chain"
 TASK_HEADER: Final = "mainspring-task"
 KEY_HEADER: Final = "mainspring-key"
 """The headers that tell the task and the key of a message whose body and place in the queue are gone."""
+WORKER: Final = "worker"
+"""The kind of the record of a loop that works on the mailbox; its key is new at each run."""
 RESULT_TTL: Final = "mainspring-result-ttl"
 """The header of a message that asks for its end to be kept as a record, and says for how many seconds."""
 

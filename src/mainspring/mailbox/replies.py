@@ -120,6 +120,19 @@ async def settle(mailbox: Mailbox[Any, Any], delivery: ClaimedMessage, settlemen
     await backend.settle(delivery, replace(settlement, reply=None))
 
 
+async def settle_dead(mailbox: Mailbox[Any, Any], delivery: ClaimedMessage, dead: Dead) -> None:
+    """Dead-letter a message, and tell its requester where that can be done: the reply may be lost, the message may not."""
+    dead = completed(mailbox, delivery, dead)
+    if dead.reply is None:
+        await mailbox.backend.settle(delivery, dead)
+    else:
+        try:
+            await settle(mailbox, delivery, dead, dead.reply)
+        except ReplyNotAvailableError:
+            await mailbox.backend.settle(delivery, replace(dead, reply=None))
+    mailbox.backend.notifications.dead.publish(delivery.message_id)
+
+
 async def send_late(mailbox: Mailbox[Any, Any], reply: Envelope) -> None:
     """Send a reply by itself, as its message is settled already: it may be lost where the process dies in between.
 

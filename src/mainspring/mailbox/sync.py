@@ -41,11 +41,11 @@ class SyncMailbox(Generic[T, R]):
     the calling thread until they are done. If the mailbox is not open, ``with mailbox.sync:`` opens it, in an event loop of the
     process that all mailboxes opened so share. That loop is there from the first to the last of them.
 
-    ``send``, ``send_many``, ``receive``, ``request``, ``submit``, ``cancel``, ``counts``, ``approximate_count``, ``jobs``,
-    ``replace_body``, ``purge``, ``pause``, ``resume``, ``set_concurrency``, ``limits``, ``dead_letters``, ``dead_letter``,
-    ``replay_dead_letters`` and ``purge_dead_letters`` are those of :class:`Mailbox`, and :meth:`call` makes every other call
-    of what they return. The ``connection=`` of ``send`` and ``send_many`` is the calling
-    thread's own, a synchronous one, and only that thread uses it.
+    ``send``, ``send_many``, ``receive``, ``request``, ``submit``, ``cancel``, ``counts``, ``approximate_count``, ``workers``,
+    ``jobs``, ``replace_body``, ``purge``, ``pause``, ``resume``, ``set_concurrency``, ``limits``, ``dead_letters``,
+    ``dead_letter``, ``replay_dead_letters`` and ``purge_dead_letters`` are those of :class:`Mailbox`, and :meth:`call` makes
+    every other call of what they return. The ``connection=`` of ``send`` and ``send_many`` is the calling thread's own, a
+    synchronous one, and only that thread uses it.
 
     :raises ConfigError: the caller's thread runs an event loop, which would stand still; or this process was forked from the
         one in which the mailbox is open.
@@ -68,6 +68,7 @@ class SyncMailbox(Generic[T, R]):
         self.approximate_count = self._blocking(mailbox.approximate_count)
         self.jobs = self._iterating(mailbox.jobs)
         self.replace_body = self._blocking(mailbox.replace_body)
+        self.workers = self._blocking(mailbox.workers)
         self.purge = self._blocking(mailbox.purge)
         self.pause = self._blocking(mailbox.pause)
         self.resume = self._blocking(mailbox.resume)

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from mainspring.mailbox.limiters import LimitState
     from mainspring.mailbox.sync import SyncMailbox
+    from mainspring.mailbox.workers import WorkerStatus
     from mainspring.offload.pool import OffloadPool
     from mainspring.policies import DeadLetterPolicy, LeasePolicy, Rate, RetryPolicy
     from mainspring.tasks.chain_runs import ChainJob
@@ -410,6 +411,10 @@ class Tasks:
 
         check_id("tasks.chain_job: chain_id", chain_id)
         return ChainJob(self, chain_id)
+
+    async def workers(self) -> list[WorkerStatus]:
+        """Return the loops that work on the mailbox; see :meth:`Mailbox.workers`."""
+        return await self.mailbox.workers()
 
     def read_result(self, task_name: str | None, raw: bytes | None) -> Any:
         """Return the result that a store has kept: of the type of its task, or as JSON data if that is not registered here.

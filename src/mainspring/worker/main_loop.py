@@ -86,6 +86,8 @@ class MainLoop:
     """What its handlers get as ``ctx.resources``; a group sets it for as long as it runs."""
     handlers: Handlers | Handler
     """What its messages are handled by."""
+    group: str | None = None
+    """The name of the group that runs it; a group sets it for as long as it runs."""
 
     def __init__(
         self,
@@ -212,6 +214,7 @@ class MainLoop:
             capacity=self.capacity,
             wrappers=(*self._wrappers, *self.outer_wrappers),
             resources=self.resources,
+            group=self.group,
             visibility=float(visibility),
             wait=float(wait),
         )
@@ -307,9 +310,9 @@ class MainLoop:
 
     def _follow_pause(self, worker: Worker) -> None:
         if self._paused:  # as it is marked now: of requests from several threads the last one counts
-            worker.admission.pause()
+            worker.pause()
         else:
-            worker.admission.resume()
+            worker.resume()
 
     def _tell(self, act: Callable[[Worker], object]) -> None:
         worker = self._worker

@@ -70,6 +70,11 @@ class Admission:
             self._changed.set()
             self._at_rest.set()
 
+    @property
+    def paused(self) -> bool:
+        """True from :meth:`pause` to :meth:`resume`."""
+        return self._paused
+
     def at_rest(self) -> AnywhereEvent | None:
         """Return the event of a pause: no claim is out and what had not begun is released, or the pause is over."""
         return self._at_rest if self._paused else None
@@ -269,7 +274,8 @@ class Slots:
         """How many deliveries have a settlement that was asked for, so that their slots count as free."""
         self.claiming = 0
         """How many slots are held for claims whose answers are awaited."""
-        self._concurrency = concurrency
+        self.concurrency = concurrency
+        """How many handlers run at once, at most."""
         self._capacity = capacity
         self._freed: anyio.Event
         self._full = False
@@ -281,9 +287,9 @@ class Slots:
 
         While each slot has a message, more is claimed ahead only when half of what may be in hand has begun.
         """
-        most = self._concurrency if self.suspects else self.ahead.most
+        most = self.concurrency if self.suspects else self.ahead.most
         taken = len(self.deliveries) - min(self.leaving, most) + self.claiming
-        if taken >= self._concurrency and 2 * taken > most:
+        if taken >= self.concurrency and 2 * taken > most:
             return 0
         return min(most - taken, MAX_MESSAGES)
 

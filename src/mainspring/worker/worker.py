@@ -43,6 +43,7 @@ from mainspring.worker.delivery import Delivery, HandlerRuns
 from mainspring.worker.inside import context_of
 from mainspring.worker.leases import SETTLE_TIMEOUT, LeaseKeeper
 from mainspring.worker.outcome import DONE, RELEASED, Cause
+from mainspring.worker.presence import Presence
 from mainspring.worker.settlement import GRACE, Completion, Settler, bounded
 from mainspring.worker.slots import AHEAD, OVERDUE, Admission, Slot, Slots
 from mainspring.worker.store_health import SILENCE, StoreHealth
@@ -91,6 +92,7 @@ class Worker:
         capacity: Capacity | None = None,
         wrappers: Sequence[Wrapper] = (),
         resources: Any = NO_RESOURCES,
+        group: str | None = None,
         visibility: float,
         wait: float,
     ) -> None:
@@ -108,20 +110,19 @@ class Worker:
         self._dispatcher = dispatcher
         self._heartbeat = heartbeat
         self._capacity = capacity
-        self._visibility = visibility
-        self._wait = wait
+        self._visibility, self._wait = visibility, wait
         self._clock = loop_clock()
         self._real_clock = thread_clock()  # goes on while no other task has a turn
         self._slots = slots = Slots(settings.concurrency, ordered=mailbox.capabilities.ordered, capacity=capacity)
+        self.presence = Presence(name, group, mailbox, self.admission, slots)
         self._backlog: deque[Delivery] = deque()
         self._idle: deque[anyio.Event] = deque()
         self._slot_count = self._waking = 0
         self._tasks: TaskGroup | None = None
         self._joined = mailbox.capabilities.joined_acks
         self._turn_ends = 0.0
-        self._starved = False
+        self._starved = self._ending = False
         self._receives_left: float = 0
-        self._ending = False
         self._open_receives: list[OpenReceive] = []
         self._releases: set[anyio.CancelScope] = set()  # once the loop is cancelled, they have no longer than all else
         self._lease = LeaseKeeper(
@@ -161,6 +162,17 @@ class Worker:
         self.shutting_down.set()
         self.admission.stop()
         self._handler_runs.shut_down()
+        self.presence.change()
+
+    def pause(self) -> None:
+        """Receive no more until :meth:`resume`. The backlog is released."""
+        self.admission.pause()
+        self.presence.change()
+
+    def resume(self) -> None:
+        """Receive again."""
+        self.admission.resume()
+        self.presence.change()
 
     def cancel_handlers(self) -> None:
         """Cancel the handlers that run. Their messages are released uncharged."""
@@ -178,6 +190,8 @@ class Worker:
         self._receives_left = math.inf if max_iterations is None else max_iterations
         async with DaemonScope(f"{self.name} worker") as scope:
             scope.start_soon(self._run_alarms, name=f"{self.name} leases")
+            if self._mailbox.capabilities.records:
+                scope.start_soon(self.presence.run, name=f"{self.name} presence")
             if (keep := self.settings.dead_letter.kept_for) is not None:
                 from mainspring.worker.retention import Retention
 
