@@ -24,7 +24,7 @@ from mainspring import (
     chain,
     parallel,
 )
-from mainspring.errors import ConfigError, InvalidParameterError
+from mainspring.errors import ConfigError, InvalidParameterError, MailboxConnectionError
 from mainspring.mailbox.limiters import ALL_TASKS, Blocks, LimitChange, TaskLimits
 from mainspring.mailbox.message import MessagePlace, MessageQuery
 from mainspring.testing import override
@@ -366,6 +366,40 @@ async def test_limits_that_are_declared_already_are_not_written_again():
             async with group_of(tasks):
                 pass
     assert Counting.written == 1
+
+
+@virtually
+async def test_a_declaration_that_fails_is_made_again_before_the_first_claim():
+    class Failing(WrappedBackend):
+        failures = 3
+
+        async def change_limits(self, changes):
+            if self.failures:
+                self.failures -= 1
+                raise MailboxConnectionError("no route to the store")
+            await self.inner.change_limits(changes)
+
+    tasks, runs = Tasks(wrap(InMemoryMailbox(), Failing)), Runs()
+    work = limited(tasks, runs, concurrency=1)
+    async with tasks:
+        await work.send_many([("a",), ("b",)])
+        async with group_of(tasks):
+            await until_done(tasks.mailbox, 100)
+    assert runs.times == [0, 1]
+
+
+@virtually
+async def test_a_worker_that_is_told_to_stop_does_not_wait_for_its_declaration():
+    class Hanging(WrappedBackend):
+        async def limits(self):
+            await anyio.sleep_forever()
+
+    tasks = Tasks(wrap(InMemoryMailbox(), Hanging))
+    limited(tasks, Runs(), concurrency=1)
+    began = anyio.current_time()
+    async with tasks, group_of(tasks):
+        await anyio.sleep(1)
+    assert anyio.current_time() - began == pytest.approx(1, abs=0.1)
 
 
 @virtually

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import anyio
@@ -40,6 +41,7 @@ class TaskHandlers(Handlers):
     def __init__(self, tasks: Tasks) -> None:
         self.name = tasks.name
         self.tasks = tasks
+        self.before = partial(declare, tasks)
         if tasks.mailbox.capabilities.records:
             self.beside = self._run_schedules
 
@@ -76,7 +78,7 @@ class Pools:
         """In which batches run, for as long as the loop does."""
 
     async def __aenter__(self) -> Self:
-        """Import the modules of tasks, declare the limits of those that are registered by then, and open their pools.
+        """Import the modules of tasks, and open the pools of the tasks that are registered by then.
 
         :raises ConfigError: a module cannot be imported, a function cannot run where its task says, or JSON cannot hold the
             type of a parameter.
@@ -84,7 +86,6 @@ class Pools:
         self._tasks.import_modules()
         for task in self._tasks.registered.values():
             task.parameters.check_types()
-        await declare(self._tasks)
         pools = {task.name: self._pool_of(task) for task in self._tasks.registered.values() if not task.is_async}
         async with AsyncExitStack() as opened:
             for pool in dict.fromkeys(pools.values()):

@@ -45,6 +45,8 @@ class Handlers(ABC):
     name: str
     is_async = True
     wants_context = False
+    before: Callable[[], Coroutine[Any, Any, None]] | None = None
+    """What a run of the loop does before it receives. While the store does not answer, it is tried again, as a receive is."""
     beside: Callable[[], Coroutine[Any, Any, None]] | None = None
     """What a run of the loop has beside its worker: begun with it, and cancelled as soon as it takes no more work."""
 
@@ -72,6 +74,7 @@ class Handler(NamedTuple):
     wants_context: bool
     body_type: Any
     reply_type: Any
+    before: None = None
     beside: None = None
 
     def bind(self, mailbox: Mailbox[Any, Any]) -> None:

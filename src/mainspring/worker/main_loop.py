@@ -141,13 +141,13 @@ class MainLoop:
             handler_timeout=handler_timeout,
             wants_context=self.handlers.wants_context,
             in_thread=not self.handlers.is_async,
+            before=self.handlers.before,
             beside=self.handlers.beside,
         )
         self._heartbeat = Heartbeat()
         self._worker: Worker | None = None
         self._scope: anyio.CancelScope | None = None
-        self._stop_asked = False
-        self._paused = False
+        self._stop_asked = self._paused = False
         self._own: DaemonScope | None = None
 
     def __repr__(self) -> str:

@@ -21,5 +21,7 @@ class WorkerSettings(NamedTuple):
     handler_timeout: float | None = None
     wants_context: bool = False
     in_thread: bool = False
+    before: Callable[[], Coroutine[Any, Any, None]] | None = None
+    """What the worker does before it receives; see ``Handlers.before``."""
     beside: Callable[[], Coroutine[Any, Any, None]] | None = None
     """What runs beside the worker for as long as it takes work; see ``Handlers.beside``."""

@@ -100,7 +100,7 @@ class Worker:
         self.entry = Entry(f"loop {name!r}")
         self.ended = AnywhereEvent(f"end of loop {name}")
         self.settings = settings
-        self._concurrency = settings.concurrency
+        self._concurrency, self._before = settings.concurrency, settings.before
         self.admission = Admission(heartbeat)
         self.shutting_down = LazyEvent()
         self._alarms = Alarms()
@@ -289,6 +289,9 @@ class Worker:
 
     async def _receive(self, receive: OpenReceive, retries: Retries) -> None:
         """Claim messages for the free slots, and wake slots for them, until told to stop."""
+        if self._before is not None:
+            await self._before()
+            self._before = None
         while self.admission.open and self._receives_left > 0:
             free = self._slots.free
             if free <= 0:

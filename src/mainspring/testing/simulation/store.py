@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from random import Random
 
     from mainspring.mailbox.codec import Codec
+    from mainspring.mailbox.limiters import LimitChange, LimitState
     from mainspring.mailbox.message import Counts, Dead, Envelope, Settlement, UnfinishedMessage
     from mainspring.mailbox.records import Record, RecordWrite
     from mainspring.runtime.scope import DaemonScope
@@ -270,6 +271,7 @@ class SimulatedBackend(Backend):
         joined_acks=True,
         records=True,
         lookup=True,
+        limits=True,
         queue_age=True,
         async_backends=frozenset({"trio"}),
     )
@@ -540,6 +542,12 @@ class SimulatedBackend(Backend):
 
     async def list_records(self, kind: str, limit: int, after: str | None) -> list[Record]:
         return await self._call("records", self.store.backend.list_records, kind, limit, after)
+
+    async def change_limits(self, changes: list[LimitChange]) -> None:
+        await self._call("limits", self.store.backend.change_limits, changes)
+
+    async def limits(self) -> list[LimitState]:
+        return await self._call("limits", self.store.backend.limits)
 
     async def find(self, message_ids: list[str]) -> list[UnfinishedMessage]:
         return await self._call("find", self.store.backend.find, message_ids)
