@@ -342,7 +342,7 @@ def test_each_name_and_signature_is_the_async_ones(url):
     """So that a call that is added there is not forgotten here, but for those that belong to the ones who open it."""
     mailbox = open_mailbox(url)
     # For those who open it, and for the engine.
-    own = {"acknowledge_many", "close", "exists", "settle", "extend", "save_checkpoint"}
+    own = {"acknowledge_many", "close", "exists", "settle", "extend", "request_prepared", "save_checkpoint"}
     public = {
         name
         for name, fn in inspect.getmembers(Mailbox, inspect.iscoroutinefunction)
