@@ -21,8 +21,8 @@ from stores import on
 
 pytestmark = pytest.mark.anyio
 
-EDITED = on("memory", "redis", "nats")
-LIMITED = on("memory", "redis")
+EDITED = on("memory", "sqlite", "redis", "nats")
+LIMITED = on("memory", "sqlite", "redis")
 HOUR = 3_600
 
 

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.anyio
 
-LISTED = on("memory", "redis", "nats")
-LIMITED = on("memory", "redis")
+LISTED = on("memory", "sqlite", "redis", "nats")
+LIMITED = on("memory", "sqlite", "redis")
 HOUR = 3_600
 
 

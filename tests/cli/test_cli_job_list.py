@@ -1,0 +1,223 @@
+"""``mainspring jobs``, ``purge`` by filters, ``edit``, ``pause``, ``resume`` and ``concurrency``."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+from os import close, fdopen, write
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import pytest
+
+from mainspring import DeadLetterPolicy, LoopGroup, Tasks, open_mailbox
+from mainspring.cli.app import call
+from mainspring.mailbox import job_list
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.own_time(2)
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path / 'jobs.db'}?name=emails"
+
+
+@pytest.fixture
+def ids(url: str) -> dict[str, str]:
+    """The ids of jobs of each kind."""
+    tasks = Tasks(url, dead_letter=DeadLetterPolicy(max_attempts=1))
+
+    @tasks.task(key="to")
+    async def email(to: str, subject: str = "Hello") -> str:
+        if to == "no-one":
+            raise ValueError("no such address")
+        return f"sent to {to}"
+
+    @tasks.task
+    async def bill(number: int) -> None: ...
+
+    async def fill() -> dict[str, str]:
+        async with tasks:
+            jobs = {"kept": await email.options(result_ttl=3_600).send("ann"), "dead": await email.send("no-one")}
+            await LoopGroup([tasks.loop()], guardian=False).run(install_signals=False, until_empty=True)
+            jobs |= {"late": await email.options(delay=3_600).send("ann"), "bob": await email.send("bob")}
+            jobs |= {f"bill {n}": await bill.send(n) for n in range(5)}
+            return {name: job.id for name, job in jobs.items()}
+
+    return anyio.run(fill)
+
+
+def called(capsys: Any, *arguments: str) -> tuple[int, str, str]:
+    capsys.readouterr()
+    status = call(arguments)
+    said = capsys.readouterr()
+    return status, said.out, said.err
+
+
+def listed(capsys: Any, *arguments: str) -> list[dict[str, Any]]:
+    status, out, _ = called(capsys, "jobs", *arguments, "--json")
+    assert status == 0
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def test_jobs_are_listed_a_line_each(url, ids, capsys):
+    status, out, err = called(capsys, "jobs", url)
+    assert status == 0
+    lines = out.splitlines()
+    assert {line.split()[0] for line in lines} == set(ids.values())
+    assert err == "mainspring: 9 jobs of emails\n"
+    (dead,) = (line for line in lines if line.startswith(ids["dead"]))
+    assert "dead       email  key no-one" in dead
+    assert "ValueError: no such address" in dead
+    found = {job["id"]: job for job in listed(capsys, url)}
+    assert found[ids["kept"]]["state"] == "done"
+    assert found[ids["late"]]["due_at"]
+    assert (found[ids["bill 1"]]["task"], found[ids["bill 1"]]["key"]) == ("bill", None)
+
+
+@pytest.mark.parametrize(
+    ("filters", "names"),
+    [
+        (("--state", "scheduled"), ["late"]),
+        (("--state", "dead", "--state", "done"), ["dead", "kept"]),
+        (("--task", "bill", "--search", '"number":3'), ["bill 3"]),
+        (("--key", "ann"), ["late", "kept"]),
+        (("--key", "ann", "--state", "pending"), []),
+        (("--since", "1h", "--task", "email", "--state", "pending"), ["bob"]),
+        (("--older-than", "1h"), []),
+        (("--search", "ADDRESS"), ["dead"]),
+    ],
+)
+def test_jobs_are_listed_by_filters(url, ids, filters, names, capsys):
+    assert [job["id"] for job in listed(capsys, url, *filters)] == [ids[name] for name in names]
+
+
+def test_a_list_goes_on_where_it_ended(url, ids, capsys, monkeypatch):
+    monkeypatch.setattr(job_list, "PAGE", 2)
+    found: list[str] = []
+    after: tuple[str, ...] = ()
+    while True:
+        status, out, err = called(capsys, "jobs", url, "--limit", "2", *after)
+        assert status == 0
+        found += [line.split()[0] for line in out.splitlines()]
+        if "--after" not in err:
+            break
+        after = ("--after", err.split()[-1])
+    assert sorted(found) == sorted(ids.values())
+    assert [job["id"] for job in listed(capsys, url, "--limit", "0")] == found
+
+
+def test_what_fits_is_purged(url, ids, capsys):
+    assert called(capsys, "purge", url, "--task", "bill", "--search", '"number":3', "--yes")[1].startswith("1 message ")
+    assert called(capsys, "purge", url, "--key", "ann", "--older-than", "1h", "--yes")[1].startswith("0 messages")
+    _, out, _ = called(capsys, "purge", url, "--state", "dead", "--yes", "--json")
+    assert json.loads(out) == {"mailbox": "emails", "purged": 1}
+    left = {job["id"] for job in listed(capsys, url)}
+    assert left == set(ids.values()) - {ids["dead"], ids["bill 3"]}
+    assert called(capsys, "purge", url, "--task", "email", "--yes")[1] == (
+        "2 messages dropped; dead letters stay (see `mainspring dead purge`)\n"
+    )
+
+
+def test_a_purge_of_what_fits_asks_with_their_number(url, ids, capsys, monkeypatch):
+    terminal, typed = pty.openpty()
+    try:
+        write(terminal, b"n\n")
+        with fdopen(os.dup(typed)) as typing:
+            monkeypatch.setattr("sys.stdin", typing)
+            status, _, err = called(capsys, "purge", url, "--task", "bill")
+    finally:
+        close(terminal)
+        close(typed)
+    assert status == 1
+    assert "Drop 5 messages of emails" in err
+    assert len(listed(capsys, url, "--task", "bill")) == 5
+
+
+def test_arguments_of_a_call_are_edited(url, ids, capsys, monkeypatch, tmp_path):
+    assert called(capsys, "edit", url, ids["bob"], '{"to": "bö"}')[1] == f"{ids['bob']} edited\n"
+    assert [job["id"] for job in listed(capsys, url, "--search", '"to":"bö"')] == [ids["bob"]]
+    status, out, err = called(capsys, "edit", url, ids["dead"], '{"to": "cy"}')
+    assert (status, out) == (1, "")
+    assert "no such message is scheduled" in err
+    (tmp_path / "app_of_edits.py").write_text(
+        f"from mainspring import Tasks\ntasks = Tasks({url!r})\n@tasks.task\ndef email(to: str, subject: str = ''): ...\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    target = "app_of_edits:tasks"
+    status, _, err = called(capsys, "edit", target, ids["bob"], '{"to": 7}')
+    assert status != 0
+    assert "to" in err
+    assert len(err.splitlines()) == 1
+    assert called(capsys, "edit", target, ids["bob"], '{"subject": "New"}', "--json")[0] == 0
+    assert [job["id"] for job in listed(capsys, url, "--search", '"subject":"New"')] == [ids["bob"]]
+
+
+def test_a_body_that_is_no_call_is_replaced(tmp_path, capsys):
+    plain = f"sqlite:///{tmp_path / 'jobs.db'}?name=plain"
+
+    async def fill() -> str:
+        async with open_mailbox(plain) as box:
+            return await box.send({"n": 1})
+
+    message_id = anyio.run(fill)
+    assert called(capsys, "edit", plain, message_id, "[1, 2]")[0] == 0
+    assert [job["id"] for job in listed(capsys, plain, "--search", "[1,2]")] == [message_id]
+
+
+def test_a_mailbox_and_a_task_are_paused_and_limited(url, ids, capsys):
+    assert called(capsys, "pause", url, "--task", "bill")[1] == "task bill of emails: paused\n"
+    assert json.loads(called(capsys, "pause", url, "--json")[1]) == {
+        "mailbox": "emails",
+        "task": None,
+        "done": "paused",
+    }
+    assert called(capsys, "concurrency", url, "3", "--task", "bill")[1] == "task bill of emails: concurrency 3\n"
+    shown = called(capsys, "stats", url)[1].splitlines()
+    assert shown[-2].startswith("all tasks: paused;")
+    assert shown[-1].startswith("task bill: paused, concurrency 3 (changed);")
+    stats = json.loads(called(capsys, "stats", url, "--json")[1])
+    assert stats["pending"] == 6
+    assert [(each["task"], each["paused"], each["concurrency"]) for each in stats["limits"]] == [
+        ("", True, None),
+        ("bill", True, 3),
+    ]
+    assert {job["state"] for job in listed(capsys, url, "--task", "bill")} == {"pending"}
+    assert called(capsys, "resume", url)[0] == 0
+    assert called(capsys, "resume", url, "--task", "bill")[0] == 0
+    assert called(capsys, "concurrency", url, "declared", "--task", "bill")[0] == 0
+    assert "bill" not in called(capsys, "stats", url)[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("jobs", "{url}", "more"), "takes a mailbox alone"),
+        (("jobs", "{url}", "--state", "waiting"), "one or several of scheduled"),
+        (("jobs", "{url}", "--task", ""), "at least one character"),
+        (("jobs", "{url}", "--after", "there"), "position of a job"),
+        (("jobs", "{url}", "--since", "soon"), "no time ago"),
+        (("jobs", "{url}", "--since", "1h", "--older-than", "2h"), "no time is between"),
+        (("purge", "{url}", "--task", "bill"), "pass --yes"),
+        (("edit", "{url}", "x"), "the id of one job and a JSON value"),
+        (("edit", "{url}", "x", "{{"), "is no JSON"),
+        (("edit", "{url}", "{id}", "[1]"), "a JSON object of the arguments"),
+        (("pause", "{url}", "bill"), "--task"),
+        (("pause", "{url}", "--task", ""), "name of a task"),
+        (("concurrency", "{url}"), "one number from 1"),
+        (("concurrency", "{url}", "0"), "mainspring pause"),
+        (("concurrency", "{url}", "-1"), ""),
+    ],
+)
+def test_wrong_use_of_lists_is_one_line_that_says_what_to_do(url, ids, arguments, says, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", None)
+    status, out, err = called(capsys, *(word.format(url=url, id=ids["bob"]) for word in arguments))
+    assert status == 2
+    assert out == ""
+    assert says in err
+    assert len(err.splitlines()) == 1
+    assert len(listed(capsys, url)) == len(ids)
