@@ -496,9 +496,9 @@ def test_a_memory_mailbox_is_of_another_process(capsys: Any) -> None:
     [
         (["dead"], "see `mainspring dead --help`"),
         (["dead", "lost"], "see `mainspring dead --help`"),
-        (["dead", "list"], "see `mainspring dead list --help`"),
-        (["dead", "show", "sqlite:///jobs.db"], "see `mainspring dead show --help`"),
-        (["dead", "list", "nonsense"], "is no mailbox URL"),
+        (["dead", "list"], "name a mailbox"),
+        (["dead", "show", "sqlite:///jobs.db"], "give the id of one dead letter"),
+        (["dead", "list", "nonsense"], "name a mailbox"),
     ],
 )
 def test_a_wrong_use_is_one_line_that_says_what_to_do(words: list[str], says: str, capsys: Any) -> None:

@@ -123,6 +123,27 @@ def test_what_fits_is_purged(url, ids, capsys):
     )
 
 
+def test_dead_letters_are_chosen_by_their_task(url, ids, capsys, monkeypatch, tmp_path):
+    (tmp_path / "app_of_dead.py").write_text(f"from mainspring import Tasks\ntasks = Tasks({url!r})\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("MAINSPRING_URL", url)
+    for target in ((url,), ("app_of_dead:tasks",), ()):
+        found = json.loads(called(capsys, "dead", "list", *target, "--task", "email", "--json")[1])
+        assert [letter["message_id"] for letter in found["letters"]] == [ids["dead"]]
+        assert found["letters"][0]["body"] == {"task": "email", "args": {"to": "no-one"}}
+        assert (
+            json.loads(called(capsys, "dead", "show", *target, ids["dead"], "--json")[1])["error_type"] == "ValueError"
+        )
+    assert called(capsys, "dead", "purge", "--task", "bill", "--yes")[1] == "0 dead letter(s) purged\n"
+    assert called(capsys, "dead", "replay", "--task", "email", "--error", "ValueError", "--older-than", "1h")[
+        1
+    ].startswith("0")
+    assert (
+        called(capsys, "dead", "replay", "--task", "email", "--error", "ValueError")[1] == "1 dead letter(s) replayed\n"
+    )
+    assert called(capsys, "jobs", "--state", "dead")[1] == ""
+
+
 def test_a_purge_of_what_fits_asks_with_their_number(url, ids, capsys, monkeypatch):
     terminal, typed = pty.openpty()
     try:

@@ -5,20 +5,22 @@ from __future__ import annotations
 import json
 import re
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from mainspring.cli.store import open_shared, printable, with_mailbox
+from mainspring.cli.store import mailbox_alone, mailbox_and_ids, printable, with_mailbox
 from mainspring.cli.user_errors import FAILED, UserError, say
+from mainspring.mailbox.mailbox import Mailbox
 from mainspring.redaction import without_secrets
+from mainspring.tasks.calls import CallCodec
+from mainspring.validation import counted
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
-    from mainspring.mailbox.mailbox import Mailbox
     from mainspring.mailbox.message import DeadLetter
 
 PAGE = 1_000
@@ -32,27 +34,28 @@ _NUMBERS = re.compile(r"[0-9]+")
 class Choice:
     """Which dead letters are meant: those named, all, or those that fit every filter."""
 
-    ids: Sequence[str]
     everything: bool
+    task: str | None
     error_type: str | None
     since: datetime | None
     older_than: datetime | None
     match: str | None
+    ids: Sequence[str] = ()
 
     @property
     def filtered(self) -> bool:
         """True if there is a filter."""
-        filters = (self.error_type, self.since, self.older_than, self.match)
+        filters = (self.task, self.error_type, self.since, self.older_than, self.match)
         return any(given is not None for given in filters)
 
     def check(self, verb: str) -> None:
         """Raise :class:`UserError` unless it says, in one way, what is meant."""
         if (bool(self.ids), self.everything, self.filtered).count(True) != 1:
             raise UserError(
-                f"dead {verb}: say which: ids, or --all, or filters (--error, --since, --older-than, --match), and only one of"
-                " these"
+                f"dead {verb}: say which: ids, or --all, or filters (--task, --error, --since, --older-than, --match), and only"
+                " one of these"
             )
-        said = (*self.ids, self.error_type, self.match)
+        said = (*self.ids, self.task, self.error_type, self.match)
         if any(text is not None and not text.strip() for text in said):  # as of a shell variable that is not set
             raise UserError(f"dead {verb}: an id or a filter is empty; say which dead letters are meant, or --all")
 
@@ -64,10 +67,12 @@ class Choice:
                 f"no time is since {_date(after)} and before {_date(until)}: --since must be the longer ago"
             )
         kind, text = self.error_type, None if self.match is None else self.match.casefold()
+        task, task_of = self.task, CallCodec({}).task_of
 
         def fits(letter: DeadLetter) -> bool:
             return (
-                (kind is None or letter.error_type == kind)
+                (task is None or task_of(letter.raw) == task)
+                and (kind is None or letter.error_type == kind)
                 and (after is None or letter.dead_lettered_at >= after)
                 and (until is None or letter.dead_lettered_at <= until)
                 and (text is None or any(text in searched.casefold() for searched in _searched(letter)))
@@ -76,7 +81,7 @@ class Choice:
         return fits
 
 
-def list_dead(url: str, choice: Choice, limit: int, as_json: bool) -> int:
+def list_dead(words: Sequence[str], choice: Choice, limit: int, as_json: bool) -> int:
     """Print the oldest dead letters that fit, and how many there are."""
     fits = choice.filter()
 
@@ -93,7 +98,7 @@ def list_dead(url: str, choice: Choice, limit: int, as_json: bool) -> int:
                     shown.append(letter)
         return shown, matched, total
 
-    mailbox = open_shared(url)
+    mailbox = _face_of(mailbox_alone(words, "dead list"))
     letters, matched, total = with_mailbox(mailbox, look)
     if as_json:
         found = [_as_json(letter, long=False) for letter in letters]
@@ -107,7 +112,7 @@ def list_dead(url: str, choice: Choice, limit: int, as_json: bool) -> int:
     return 0
 
 
-def group_dead(url: str, choice: Choice, limit: int, as_json: bool) -> int:
+def group_dead(words: Sequence[str], choice: Choice, limit: int, as_json: bool) -> int:
     """Print how many dead letters died of which error, with the latest id of each."""
     fits = choice.filter()
 
@@ -118,7 +123,7 @@ def group_dead(url: str, choice: Choice, limit: int, as_json: bool) -> int:
                 groups.setdefault((letter.error_type, _NUMBERS.sub("N", letter.error)), []).append(letter)
         return groups
 
-    mailbox = open_shared(url)
+    mailbox = _face_of(mailbox_alone(words, "dead list"))
     groups = sorted(with_mailbox(mailbox, look).values(), key=len, reverse=True)
     if as_json:
         found = [
@@ -135,9 +140,12 @@ def group_dead(url: str, choice: Choice, limit: int, as_json: bool) -> int:
     return 0
 
 
-def show_dead(url: str, message_id: str, as_json: bool) -> int:
+def show_dead(words: Sequence[str], as_json: bool) -> int:
     """Print everything about one dead letter."""
-    mailbox = open_shared(url)
+    mailbox, ids = mailbox_and_ids(words)
+    if len(ids) != 1:
+        raise UserError(f"dead show: give the id of one dead letter, not {counted(len(ids), 'id')}")
+    mailbox, message_id = _face_of(mailbox), ids[0]
     letter = with_mailbox(mailbox, lambda opened: opened.dead_letter(message_id))
     if letter is None:
         raise UserError(f"there is no dead letter {message_id} in {mailbox.name}; see `mainspring dead list`", FAILED)
@@ -168,24 +176,34 @@ def show_dead(url: str, message_id: str, as_json: bool) -> int:
     return 0
 
 
-def replay_dead(url: str, choice: Choice, as_json: bool) -> int:
+def replay_dead(words: Sequence[str], choice: Choice, as_json: bool) -> int:
     """Send dead letters to their mailbox again."""
-    choice.check("replay")
-    mailbox = open_shared(url)
+    mailbox, choice = _mailbox_and_choice(words, choice, "replay")
     return _report(
         mailbox, choice, "replayed", with_mailbox(mailbox, lambda opened: _act(opened, choice, "replay")), as_json
     )
 
 
-def purge_dead(url: str, choice: Choice, yes: bool, as_json: bool) -> int:
+def purge_dead(words: Sequence[str], choice: Choice, yes: bool, as_json: bool) -> int:
     """Forget dead letters for good, having asked first where they are not named."""
-    choice.check("purge")
-    mailbox = open_shared(url)
+    mailbox, choice = _mailbox_and_choice(words, choice, "purge")
     if not yes and not choice.ids:
         _confirm(mailbox, choice)
     return _report(
         mailbox, choice, "purged", with_mailbox(mailbox, lambda opened: _act(opened, choice, "purge")), as_json
     )
+
+
+def _mailbox_and_choice(words: Sequence[str], choice: Choice, verb: str) -> tuple[Mailbox[Any, Any], Choice]:
+    mailbox, ids = mailbox_and_ids(words)
+    choice = replace(choice, ids=ids)
+    choice.check(verb)
+    return _face_of(mailbox), choice
+
+
+def _face_of(mailbox: Mailbox[Any, Any]) -> Mailbox[Any, Any]:
+    """Return a face of its own, which shows bodies as JSON data: that of a program is bound to the program's types."""
+    return Mailbox(mailbox.backend)
 
 
 async def _act(mailbox: Mailbox[Any, Any], choice: Choice, verb: str) -> int:

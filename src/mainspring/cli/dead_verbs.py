@@ -16,8 +16,17 @@ dead = typer.Typer(
     no_args_is_help=False,
 )
 
-_Url = Annotated[str, typer.Argument(metavar="URL", help="The mailbox, for example sqlite:///jobs.db?name=emails.")]
-_Ids = Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="Those of these ids.")]
+_Mailbox = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[TARGET]", help="The mailbox, by its URL or as MODULE:ATTR of a Tasks."),
+]
+_Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[TARGET] [ID]...",
+        help="The mailbox, by its URL or as MODULE:ATTR of a Tasks, and ids. Without one: that of MAINSPRING_URL.",
+    ),
+]
 _All = Annotated[bool, typer.Option("--all", help="All of them.")]
 _ErrorType = Annotated[
     str | None,
@@ -41,12 +50,14 @@ _Match = Annotated[
     str | None,
     typer.Option(metavar="TEXT", help="Those with this text in the error, the body or a header (KEY=VALUE)."),
 ]
+_Task = Annotated[str | None, typer.Option("--task", metavar="NAME", help="Those that call this task.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @dead.command("list", epilog="Example: `mainspring dead list 'sqlite:///jobs.db?name=emails' --since 24h`")
 def list_(
-    url: _Url,
+    target: _Mailbox = None,
+    task: _Task = None,
     error_type: _ErrorType = None,
     since: _Since = None,
     older_than: _OlderThan = None,
@@ -60,27 +71,30 @@ def list_(
     """List dead letters, a line each, and say how many there are."""
     from mainspring.cli.dead import Choice, group_dead, list_dead
 
-    choice = Choice((), False, error_type, since, older_than, match)
-    return group_dead(url, choice, limit, as_json) if by_error else list_dead(url, choice, limit, as_json)
+    choice = Choice(False, task, error_type, since, older_than, match)
+    show_them = group_dead if by_error else list_dead
+    return show_them(target or [], choice, limit, as_json)
 
 
 @dead.command(epilog="Example: `mainspring dead show 'sqlite:///jobs.db?name=emails' 3f2a…`")
 def show(
-    url: _Url,
-    message_id: Annotated[str, typer.Argument(metavar="ID", help="Its id, as `dead list` prints it.")],
+    target: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[TARGET] ID", help="The mailbox, and the id as `dead list` prints it."),
+    ] = None,
     as_json: _Json = False,
 ) -> int:
     """Show one dead letter: body, error, history of its attempts, traceback. Status 1 where there is none of that id."""
     from mainspring.cli.dead import show_dead
 
-    return show_dead(url, message_id, as_json)
+    return show_dead(target or [], as_json)
 
 
 @dead.command(epilog="Example: `mainspring dead replay 'sqlite:///jobs.db?name=emails' --error TimeoutError`")
 def replay(
-    url: _Url,
-    ids: _Ids = None,
+    target: _Words = None,
     everything: _All = False,
+    task: _Task = None,
     error_type: _ErrorType = None,
     since: _Since = None,
     older_than: _OlderThan = None,
@@ -93,14 +107,14 @@ def replay(
     """
     from mainspring.cli.dead import Choice, replay_dead
 
-    return replay_dead(url, Choice(ids or (), everything, error_type, since, older_than, match), as_json)
+    return replay_dead(target or [], Choice(everything, task, error_type, since, older_than, match), as_json)
 
 
 @dead.command(epilog="Example: `mainspring dead purge 'sqlite:///jobs.db?name=emails' --all --yes`")
 def purge(
-    url: _Url,
-    ids: _Ids = None,
+    target: _Words = None,
     everything: _All = False,
+    task: _Task = None,
     error_type: _ErrorType = None,
     since: _Since = None,
     older_than: _OlderThan = None,
@@ -114,4 +128,4 @@ def purge(
     """
     from mainspring.cli.dead import Choice, purge_dead
 
-    return purge_dead(url, Choice(ids or (), everything, error_type, since, older_than, match), yes, as_json)
+    return purge_dead(target or [], Choice(everything, task, error_type, since, older_than, match), yes, as_json)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from mainspring.cli.limits import limit_line
-from mainspring.cli.store import mailbox_and_ids, printable, with_mailbox
+from mainspring.cli.store import mailbox_alone, mailbox_and_ids, printable, with_mailbox
 from mainspring.cli.user_errors import FAILED, UserError, say
 from mainspring.errors import JobNotFoundError, JobRunningError
 from mainspring.mailbox import jobs
@@ -152,14 +152,6 @@ def _for_each(
         for job_id, outcome in done.items():
             typer.echo(printable(f"{job_id} {outcome}"))
     return 0 if len(done) == len(set(ids)) else FAILED
-
-
-def mailbox_alone(words: Sequence[str], verb: str) -> Mailbox[Any, Any]:
-    """Return the mailbox that the words of a verb name, and refuse more words."""
-    mailbox, rest = mailbox_and_ids(words)
-    if rest:
-        raise UserError(f"{verb}: takes a mailbox alone, not {' '.join(rest)!r:.100}")
-    return mailbox
 
 
 def status_json(status: JobStatus) -> dict[str, Any]:

@@ -42,6 +42,14 @@ def mailbox_and_ids(words: Sequence[str]) -> tuple[Mailbox[Any, Any], list[str]]
     return _mailbox_of(target), given
 
 
+def mailbox_alone(words: Sequence[str], verb: str) -> Mailbox[Any, Any]:
+    """Return the mailbox that the words of a verb name, and refuse more words."""
+    mailbox, rest = mailbox_and_ids(words)
+    if rest:
+        raise UserError(f"{verb}: takes a mailbox alone, not {' '.join(rest)!r:.100}")
+    return mailbox
+
+
 def _mailbox_of(target: str) -> Mailbox[Any, Any]:
     if "://" in target or target.startswith("memory:"):
         return open_shared(target)
