@@ -152,6 +152,12 @@ async def test_an_upgrade_brings_the_functions_of_its_version(place):
     place.execute("DROP FUNCTION SCHEMA.settle_with_results")
     place.execute("DROP TABLE SCHEMA.records")
     place.execute("ALTER TABLE SCHEMA.mailboxes DROP COLUMN results_until")
+    place.execute("DROP TABLE SCHEMA.task_limits CASCADE")
+    place.execute("DROP TABLE SCHEMA.key_rates, SCHEMA.freed_permits")
+    place.execute("DROP INDEX SCHEMA.messages_let_in")
+    for table in ("messages", "dead"):
+        columns = ", ".join(f"DROP COLUMN {name}" for name in ("task", "task_key", "weight", "permits"))
+        place.execute(f"ALTER TABLE SCHEMA.{table} {columns}")
     with pytest.raises(ConfigError, match=f"has version 1, and this Mainspring needs {schemas.SCHEMA_VERSION}"):
         await place.mailbox(migrate=False).__aenter__()
     async with place.mailbox() as mailbox:

@@ -8,6 +8,7 @@ on one database share a :class:`SharedPool`: the connections, one of which liste
 polls (:class:`Polls`). So a mailbox of its own has one task, and more only once it sends.
 
 States. A message is pending (state 0), delayed (1) or in flight (2); settled ones have no row, dead letters are in ``dead``.
+A pending message of a task may have to wait at a limiter first (3, 4), and is let in later (5): ``sql/limits.sql`` says how.
 A lease is the number in the row and its end; a receipt handle is the id and that number. A lease is held while both match
 and the end is in the future. A record is a row of ``records``, beside all that; its version is a number of the sequence that
 gives messages their places.

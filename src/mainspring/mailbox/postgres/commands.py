@@ -42,6 +42,8 @@ from mainspring.mailbox.postgres.values import (
     settle_values,
     size_of_settlement,
     stored_key,
+    task_of,
+    task_values,
 )
 
 if TYPE_CHECKING:
@@ -197,11 +199,12 @@ class StatementBatch:
     def add_send(self, sends: list[PostgresSend]) -> None:
         plain: list[Envelope] = []
         with_options: list[Envelope] = []
+        of_tasks: list[Envelope] = []
         dedup: list[tuple[PostgresSend, int, Envelope]] = []
         for send in sends:
             send.result = []
             rest: list[Envelope] = []  # in one statement, as they are in order
-            some_options = False
+            some_options = some_tasks = False
             for place, envelope in enumerate(send.envelopes):
                 send.result.append(envelope.message_id)
                 if envelope.dedup_key is not None:
@@ -209,15 +212,18 @@ class StatementBatch:
                 else:
                     rest.append(envelope)
                     some_options = some_options or has_options(envelope)
-            (with_options if some_options else plain).extend(rest)
+                    some_tasks = some_tasks or envelope.task is not None
+            (of_tasks if some_tasks else with_options if some_options else plain).extend(rest)
         if dedup:
             self._send_dedup(dedup)
         for some in portions(plain, size_of):
             self._add("send", _bodies(some))
         for some in portions(with_options, size_of):
             self._add("send_with_options", (*_bodies(some), *options_values(some)))
+        for some in portions(of_tasks, size_of):
+            self._add("send_tasks", _with_tasks(some))
         self.became_pending[self.box] += len(plain)
-        for envelope in with_options:
+        for envelope in (*with_options, *of_tasks):
             self._sent(envelope)
 
     def _send_dedup(self, dedup: list[tuple[PostgresSend, int, Envelope]]) -> None:
@@ -226,12 +232,14 @@ class StatementBatch:
                 e = one[2]
                 values = (e.message_id, e.body, e.delay, -e.priority, e.reply_to, headers_text(e), e.expires_in)
                 key = stored_key(e.dedup_key or "")
-                self._add("send_dedup_within", (*values, key, self.patience), partial(self._dedup_sent, [one]))
+                given = (*values, key, *task_of(e), self.patience)
+                self._add("send_dedup_within", given, partial(self._dedup_sent, [one]))
             return
         for some in portions(dedup, lambda one: size_of(one[2])):
             envelopes = [envelope for _, _, envelope in some]
             keys = array(Texts, [stored_key(envelope.dedup_key or "") for envelope in envelopes])
-            values = (*_bodies(envelopes), *options_values(envelopes), keys, self.lock_wait, self.apart)
+            given = (*_bodies(envelopes), *options_values(envelopes), keys, *task_values(envelopes))
+            values = (*given, self.lock_wait, self.apart)
             self._add("send_many_dedup", values, partial(self._dedup_sent, some))
 
     def _dedup_sent(self, dedup: list[tuple[PostgresSend, int, Envelope]], rows: list[tuple[Any, ...]]) -> None:
@@ -247,8 +255,8 @@ class StatementBatch:
             plain = [one for one in write.envelopes if one.dedup_key is None]
             keyed = [one for one in write.envelopes if one.dedup_key is not None]
             keys = array(Texts, [stored_key(one.dedup_key or "") for one in keyed])
-            messages = [(*_bodies(some), *options_values(some)) for some in (plain, keyed)]
-            values = (*record_values(write.write), write.capacity, self.lock_wait, *messages[0], *messages[1], keys)
+            messages = (*_with_tasks(plain), *_with_tasks(keyed), keys)
+            values = (*record_values(write.write), write.capacity, self.lock_wait, *messages)
             self._add("write_record_and_send", values, partial(self._written, write, plain, keyed))
 
     def _written(
@@ -286,9 +294,9 @@ class StatementBatch:
             self._add("claim", (want, visibility, *known, since, waits), partial(self._claimed, group))
 
     def _claimed(self, claims: list[batched.Claim], rows: list[tuple[Any, ...]]) -> None:
-        _, _, moved, newly_listening, _, swept_at, due_in, *_ = rows.pop()  # the row that is no message comes last
+        _, _, moved, newly_listening, let_in, swept_at, due_in, *_ = rows.pop()  # the row that is no message comes last
         self.watermark.swept(swept_at, moved)
-        self.became_pending[self.box] += moved
+        self.became_pending[self.box] += moved + (let_in or 0)
         if due_in is not None:
             self.due_in = due_in
         self.newly_listening = self.newly_listening or bool(newly_listening)
@@ -479,6 +487,11 @@ async def call(connection: AsyncConnection[Any], schema: str, function: str, *va
 def _bodies(envelopes: list[Envelope]) -> tuple[Any, ...]:
     """Return the ids and the bodies, as the functions take them."""
     return array(Texts, [e.message_id for e in envelopes]), array(Blobs, [e.body for e in envelopes])
+
+
+def _with_tasks(envelopes: list[Envelope]) -> tuple[Any, ...]:
+    """Return all of the messages but dedup keys."""
+    return *_bodies(envelopes), *options_values(envelopes), *task_values(envelopes)
 
 
 def once_each(commands: list[Any]) -> list[Any]:

@@ -19,7 +19,16 @@ from mainspring.mailbox.codec import headers_of
 from mainspring.mailbox.job_commands import WriteRecord
 from mainspring.mailbox.limits import SILENCE, check_column, check_real_time, check_row, full, is_name, size_of
 from mainspring.mailbox.mailbox import Mailbox
-from mainspring.mailbox.message import ACK, Ack, Cancelled, CancelOutcome, Nack, RescheduleOutcome
+from mainspring.mailbox.message import (
+    ACK,
+    Ack,
+    Cancelled,
+    CancelOutcome,
+    MessagePage,
+    MessagePlace,
+    Nack,
+    RescheduleOutcome,
+)
 from mainspring.mailbox.postgres import schema as schemas
 from mainspring.mailbox.postgres.commands import (
     LOCK_WAIT,
@@ -31,7 +40,9 @@ from mainspring.mailbox.postgres.commands import (
 )
 from mainspring.mailbox.postgres.connection import BlockedError, ConnectionPool, ValueRefusedError
 from mainspring.mailbox.postgres.dedup import DedupSends
+from mainspring.mailbox.postgres.limits import changes_text, state_row
 from mainspring.mailbox.postgres.listener import QUICK_POLLS, Polling
+from mainspring.mailbox.postgres.listing import LOOK_AT_MOST, parts_behind, parts_of
 from mainspring.mailbox.postgres.pool import SharedPool
 from mainspring.mailbox.postgres.settings import (
     SCHEMA,
@@ -49,7 +60,17 @@ from mainspring.mailbox.postgres.transactions import (
     statements_to_join,
 )
 from mainspring.mailbox.postgres.user_connections import is_async
-from mainspring.mailbox.postgres.values import Shorts, Texts, array, dead_row, portions, record_values, unfinished_row
+from mainspring.mailbox.postgres.values import (
+    Integers,
+    Shorts,
+    Texts,
+    array,
+    dead_row,
+    portions,
+    record_values,
+    stored_key,
+    unfinished_row,
+)
 from mainspring.mailbox.records import Record
 from mainspring.mailbox.settings import reads_query
 from mainspring.mailbox.sync import ThreadConnection
@@ -60,7 +81,16 @@ if TYPE_CHECKING:
 
     import psycopg
 
-    from mainspring.mailbox.message import ClaimedMessage, Dead, Envelope, Message, Settlement, UnfinishedMessage
+    from mainspring.mailbox.limiters import LimitChange, LimitState
+    from mainspring.mailbox.message import (
+        ClaimedMessage,
+        Dead,
+        Envelope,
+        Message,
+        MessageQuery,
+        Settlement,
+        UnfinishedMessage,
+    )
     from mainspring.mailbox.records import RecordWrite
     from mainspring.runtime.scope import DaemonScope
 
@@ -199,6 +229,9 @@ class PostgresBackend(BatchedBackend):
         records=True,
         lookup=True,
         reschedule=True,
+        listing=True,
+        edit=True,
+        limits=True,
         queue_age=True,
         async_backends=frozenset({"asyncio"}),
     )
@@ -593,8 +626,42 @@ class PostgresBackend(BatchedBackend):
         return Cancelled(CancelOutcome(outcome), reply_to, headers_of(headers or "{}") or {})
 
     async def find(self, message_ids: list[str]) -> list[UnfinishedMessage]:
-        rows = await self._pool.rows("find", self._number, array(Texts, known(message_ids)))
+        rows = await self._pool.rows("unfinished", self._number, array(Texts, known(message_ids)))
         return [unfinished_row(row) for row in rows]
+
+    async def list_messages(self, query: MessageQuery) -> MessagePage:
+        pool, box = self._pool, self._number
+        key = None if query.key is None else stored_key(query.key)
+        tasks = [] if query.task is None else [stored_key(query.task)]
+        limited: list[str] = []
+        if query.task is None and (key is not None or query.place is MessagePlace.PENDING):
+            found = [name for (name,) in await pool.rows("tasks_of", box, key is None)]
+            tasks, limited = ([], found) if key is None else (found, [])
+        if key is not None and not tasks:
+            return MessagePage([], None)
+        parts, behind = parts_behind(parts_of(query.place, tasks, limited, key), query.after, key)
+        rows = await pool.rows(
+            "list_messages",
+            box,
+            array(Integers, [part.state for part in parts]),
+            array(Texts, [part.task for part in parts]),
+            array(Integers, [int(part.has_key) for part in parts]),
+            key,
+            query.since,
+            min(query.limit, LOOK_AT_MOST),
+            LOOK_AT_MOST,
+            None if behind is None else array(Texts, behind),
+        )
+        *ids, (_, number, got_to) = rows
+        messages = {each.message.message_id: each for each in await self.find([name for name, *_ in ids])}
+        page = [messages[name] for name, *_ in ids if name in messages and messages[name].place is query.place]
+        return MessagePage(page, None if number is None else parts[number - 1].after(got_to))
+
+    async def replace_body(self, message_id: str, body: Any) -> RescheduleOutcome:
+        check_column("a message", len(body))
+        return RescheduleOutcome(
+            await self._pool.value("replace_body", self._number, known([message_id])[0], bytes(body))
+        )
 
     async def reschedule(self, message_id: str, delay: float) -> RescheduleOutcome:
         outcome = RescheduleOutcome(
@@ -606,6 +673,15 @@ class PostgresBackend(BatchedBackend):
             else:
                 self._pool.listener.wake(self._number, 1)
         return outcome
+
+    # --------------------------------------------------------------------------------------------------------- limits
+
+    async def change_limits(self, changes: list[LimitChange]) -> None:
+        pending = int(await self._pool.value("change_limits", self._number, changes_text(changes)))
+        self._pool.listener.wake(self._number, pending)
+
+    async def limits(self) -> list[LimitState]:
+        return [state_row(row) for row in await self._pool.rows("limits", self._number)]
 
     # -------------------------------------------------------------------------------------------------------- records
 

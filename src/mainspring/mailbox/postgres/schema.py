@@ -30,11 +30,19 @@ if TYPE_CHECKING:
     from mainspring.mailbox.postgres.connection import ConnectionPool
 
 
-_TABLES = ("0001_tables.sql", *[None] * 8, "0010_records.sql")
+_TABLES = ("0001_tables.sql", *[None] * 8, "0010_records.sql", "0011_tasks.sql")
 """What brings the tables from each version to the next: the first makes version 1. None: only functions are others.
 
 A function that a version does without stays where it is: processes of an earlier Mainspring may still call it."""
-_FUNCTIONS = ("sends.sql", "claims.sql", "settlements.sql", "records.sql", "maintenance.sql")
+_FUNCTIONS = (
+    "sends.sql",
+    "claims.sql",
+    "settlements.sql",
+    "records.sql",
+    "lookup.sql",
+    "limits.sql",
+    "maintenance.sql",
+)
 SCHEMA_VERSION = len(_TABLES)
 
 
@@ -266,8 +274,9 @@ class Maintenance:
             await self._vacuum(("messages", "tallies"))
         elif worth_a_vacuum(*tables.get("tallies", (0, 0))):
             await self._vacuum(("tallies",))
-        if worth_a_vacuum(*tables.get("records", (0, 0))):
-            await self._vacuum(("records",))
+        for name in ("records", "key_rates", "freed_permits"):
+            if worth_a_vacuum(*tables.get(name, (0, 0))):
+                await self._vacuum((name,))
 
     async def _vacuum(self, tables: Iterable[str]) -> None:
         began = anyio.current_time()

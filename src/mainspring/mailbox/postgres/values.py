@@ -224,8 +224,27 @@ def options_values(envelopes: list[Envelope]) -> tuple[Any, ...]:
     )
 
 
+def task_values(envelopes: list[Envelope]) -> tuple[Any, ...]:
+    """Return the tasks, the keys and the weights, as functions take them that store messages of tasks."""
+    return (
+        array(Texts, [None if e.task is None else stored_key(e.task) for e in envelopes]),
+        array(Texts, [_key_of(e) for e in envelopes]),
+        array(Floats, [None if e.weight == 1.0 else float(e.weight) for e in envelopes]),
+    )
+
+
+def task_of(envelope: Envelope) -> tuple[Any, ...]:
+    """Return the task, the key and the weight of one message."""
+    task = None if envelope.task is None else stored_key(envelope.task)
+    return task, _key_of(envelope), float(envelope.weight)
+
+
+def _key_of(envelope: Envelope) -> str | None:
+    return None if envelope.task is None or envelope.key is None else stored_key(envelope.key)
+
+
 def stored_key(key: str) -> str:
-    """Return a dedup key as the store keeps it: as it is, or its digest if an index or a text cannot hold it."""
+    """Return a key or a task as the store keeps it: as it is, or its digest if an index or a text cannot hold it."""
     raw = key.encode("utf-8", "surrogatepass")
     if len(raw) <= 512 and "\0" not in key and key.isprintable():
         return key
@@ -270,13 +289,13 @@ def dead_row(row: tuple[Any, ...]) -> tuple[ClaimedMessage, Dead, float]:
 
 
 def unfinished_row(row: tuple[Any, ...]) -> UnfinishedMessage:
-    """Return the message of a row of ``find``."""
-    name, body, count, attempts, sent, first, reply_to, headers, checkpoint, history, place, due, rank = row
+    """Return the message of a row of ``unfinished``."""
+    name, body, count, attempts, sent, first, reply_to, headers, checkpoint, history, place, due, rank, key = row
     known = {} if headers is None else headers_of(headers) or {}
     message = ClaimedMessage(
         name, body, "", count, attempts, sent, first or 0.0, reply_to, known, checkpoint, None, history
     )  # fmt: skip
-    return UnfinishedMessage(message, MessagePlace(place), due, -rank)
+    return UnfinishedMessage(message, MessagePlace(place), due, -rank, key)
 
 
 def record_values(write: RecordWrite) -> tuple[Any, ...]:

@@ -14,6 +14,8 @@ DECLARE
     ended bigint;
     from_delayed bigint;
     from_pending bigint;
+    tasks text[];
+    keys text[];
 BEGIN
     through := at;
     IF EXISTS (
@@ -21,20 +23,29 @@ BEGIN
             AND m.due >= coalesce(since, '-infinity'::timestamptz)
     ) THEN
         WITH ended_ones AS MATERIALIZED (
-            SELECT m.id, m.state, m.due FROM mainspring.messages m
+            SELECT m.id, m.state, m.due, m.task_key FROM mainspring.messages m
             WHERE m.mailbox = box AND m.state <> 0 AND m.due <= at AND m.due >= coalesce(since, '-infinity'::timestamptz)
             ORDER BY m.due LIMIT most FOR UPDATE SKIP LOCKED
         ), placed AS MATERIALIZED (
-            SELECT o.id, o.state, o.due, nextval('mainspring.positions') AS pos FROM ended_ones o
+            SELECT o.id, o.state, o.due, CASE WHEN o.task_key IS NULL THEN nextval('mainspring.positions') END AS pos
+            FROM ended_ones o
         ), back AS (
-            UPDATE mainspring.messages m SET state = 0, due = NULL, pos = p.pos,
-                attempts = m.attempts + CASE WHEN p.state = 2 THEN 1 ELSE 0 END
-            FROM placed p WHERE m.id = p.id RETURNING p.state, p.due
+            UPDATE mainspring.messages m SET state = 0, due = NULL,
+                pos = coalesce(p.pos, mainspring.place_of(box, m.task, m.task_key, m.rank, m.weight)),
+                attempts = m.attempts + CASE WHEN p.state = 2 THEN 1 ELSE 0 END,
+                permits = CASE WHEN p.state = 2 AND m.permits > 0
+                    THEN mainspring.kept_permit(box, m.task, m.permits, 0, 'retry') ELSE m.permits END
+            FROM placed p WHERE m.id = p.id RETURNING p.state, p.due, m.task, m.task_key, m.permits
         )
-        SELECT count(*), count(*) FILTER (WHERE b.state = 2), CASE WHEN count(*) >= most THEN max(b.due) ELSE at END
-            INTO gained, ended, through FROM back b;
+        SELECT count(*), count(*) FILTER (WHERE b.state = 2), CASE WHEN count(*) >= most THEN max(b.due) ELSE at END,
+                array_agg(b.task) FILTER (WHERE b.state = 2 AND b.permits IS NOT NULL),
+                array_agg(b.task_key) FILTER (WHERE b.state = 2 AND b.permits IS NOT NULL)
+            INTO gained, ended, through, tasks, keys FROM back b;
         INSERT INTO mainspring.tallies (mailbox, delayed, pending, in_flight)
             VALUES (box, ended - gained, gained, -ended);
+        IF tasks IS NOT NULL THEN
+            PERFORM mainspring.free_permits(box, tasks, keys);
+        END IF;
     END IF;
     IF EXISTS (
         SELECT FROM mainspring.messages m
@@ -48,16 +59,22 @@ BEGIN
             DELETE FROM mainspring.messages m USING late l WHERE m.id = l.id RETURNING m.*
         ), dead_lettered AS (
             INSERT INTO mainspring.dead (place, mailbox, dead_at, enqueued_at, first_received_at, lease, deliveries,
-                attempts, rank, id, body, reply_to, headers, dedup_key, history, checkpoint, error, error_type, traceback)
+                attempts, rank, id, body, reply_to, headers, dedup_key, history, checkpoint, task, task_key, weight, permits, error,
+                error_type, traceback)
             SELECT nextval('mainspring.positions'), g.mailbox, g.expires_at, g.enqueued_at, g.first_received_at, g.lease, g.deliveries,
-                g.attempts, g.rank, g.id, g.body, g.reply_to, g.headers, g.dedup_key, g.history, g.checkpoint,
+                g.attempts, g.rank, g.id, g.body, g.reply_to, g.headers, g.dedup_key, g.history, g.checkpoint, g.task, g.task_key,
+                g.weight, CASE WHEN g.permits > 0 THEN mainspring.kept_permit(box, g.task, g.permits, 0, 'dead') END,
                 'it was not done before its time (expires_in) ran out', 'MessageExpiredError', ''
             FROM gone g
         )
-        SELECT count(*) FILTER (WHERE g.state = 1), count(*) FILTER (WHERE g.state = 0)
-            INTO from_delayed, from_pending FROM gone g;
+        SELECT count(*) FILTER (WHERE g.state = 1), count(*) FILTER (WHERE g.state <> 1),
+                array_agg(g.task) FILTER (WHERE g.task IS NOT NULL), array_agg(g.task_key) FILTER (WHERE g.task IS NOT NULL)
+            INTO from_delayed, from_pending, tasks, keys FROM gone g;
         INSERT INTO mainspring.tallies (mailbox, delayed, pending, dead)
             VALUES (box, -from_delayed, -from_pending, from_delayed + from_pending);
+        IF tasks IS NOT NULL THEN
+            PERFORM mainspring.free_permits(box, tasks, keys);
+        END IF;
     END IF;
     moved := gained + coalesce(from_delayed + from_pending, 0);
 END $$;
@@ -116,13 +133,19 @@ CREATE OR REPLACE FUNCTION mainspring.poll(
 ) LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off AS $$
 -- For waiting receives: sweep, count what is pending (up to 100), and say when more will be due. `polled_at`: what was due by
 -- then is done.
-DECLARE through timestamptz;
+DECLARE
+    through timestamptz;
+    opens_in float8;
 BEGIN
     SELECT s.moved, s.through INTO moved, through FROM mainspring.sweep_from(box, to_timestamp(since), 1000) AS s;
     polled_at := extract(epoch FROM through);
-    SELECT count(*) INTO pending
-        FROM (SELECT FROM mainspring.messages m WHERE m.mailbox = box AND m.state = 0 LIMIT 100) AS found;
-    due_in := CASE WHEN moved < 1000 THEN mainspring.next_due(box) ELSE 0 END;
+    IF EXISTS (SELECT FROM mainspring.task_limits l WHERE l.mailbox = box) THEN
+        SELECT p.pending, p.due_in INTO pending, opens_in FROM mainspring.poll_limits(box) AS p;
+    ELSE
+        SELECT count(*) INTO pending
+            FROM (SELECT FROM mainspring.messages m WHERE m.mailbox = box AND m.state = 0 LIMIT 100) AS found;
+    END IF;
+    due_in := CASE WHEN moved < 1000 THEN least(mainspring.next_due(box), opens_in) ELSE 0 END;
     newly_listening := mainspring.listen(box);
 END $$;
 
@@ -154,8 +177,11 @@ BEGIN
                 SELECT 1 AS one FROM mainspring.messages m WHERE m.mailbox = g.box AND m.expires_at <= at
                     AND m.expires_at IS NOT NULL AND m.state <> 2 LIMIT 1
             ) AS over ON true
+            LEFT JOIN LATERAL (
+                SELECT 1 AS one FROM mainspring.task_limits l WHERE l.mailbox = g.box LIMIT 1
+            ) AS limited ON true
         WHERE coalesce(b.listened_until, '-infinity'::timestamptz) < at + interval '30 seconds'
-            OR coalesce(waiting.one, later.one, over.one) IS NOT NULL
+            OR coalesce(waiting.one, later.one, over.one, limited.one) IS NOT NULL
     LOOP
         box := one.box;
         pending := NULL;
@@ -204,6 +230,10 @@ DECLARE
     moved integer;
     through timestamptz;
 BEGIN
+    IF EXISTS (SELECT FROM mainspring.task_limits l WHERE l.mailbox = box) THEN
+        RETURN QUERY SELECT c.* FROM mainspring.claim_within_limits(box, want, visibility, known, floors, since, waits) AS c;
+        RETURN;
+    END IF;
     SELECT s.moved, s.through INTO moved, through FROM mainspring.sweep_from(box, to_timestamp(since), 1000) AS s;
     LOOP
         FOR level IN
@@ -249,14 +279,23 @@ RETURNS TABLE (rank smallint, pos bigint)
 LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off
 SET enable_mergejoin = off SET jit = off SET plan_cache_mode = force_generic_plan AS $$
 -- Undo claims, as if they had not been made.
-DECLARE back integer;
+DECLARE
+    back integer;
+    tasks text[];
+    keys text[];
 BEGIN
+    SELECT array_agg(m.task), array_agg(m.task_key) INTO tasks, keys FROM unnest(ids, leases) AS g (id, lease), mainspring.messages m
+        WHERE m.id = g.id AND m.lease = g.lease AND m.mailbox = box AND m.state + 0 = 2 AND m.permits + 0 > 0;
     RETURN QUERY
         UPDATE mainspring.messages m SET state = 0, due = NULL, deliveries = m.deliveries - 1,
-            first_received_at = CASE WHEN m.deliveries > 1 THEN m.first_received_at END
+            first_received_at = CASE WHEN m.deliveries > 1 THEN m.first_received_at END,
+            permits = CASE WHEN m.permits > 0 THEN mainspring.kept_permit(box, m.task, m.permits, 1, 'retry') END
         FROM unnest(ids, leases) AS g (id, lease)
         WHERE m.id = g.id AND m.lease = g.lease AND m.mailbox = box AND m.state + 0 = 2 RETURNING m.rank, m.pos;
     GET DIAGNOSTICS back = ROW_COUNT;
+    IF tasks IS NOT NULL THEN
+        PERFORM mainspring.free_permits(box, tasks, keys);
+    END IF;
     INSERT INTO mainspring.tallies (mailbox, pending, in_flight) VALUES (box, back, -back);
     PERFORM mainspring.notify(box, back);
 END $$;

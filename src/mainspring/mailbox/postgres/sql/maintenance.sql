@@ -39,7 +39,7 @@ DECLARE late bigint; waiting bigint; held bigint;
 BEGIN
     PERFORM mainspring.sweep_all(box);
     WITH gone AS (DELETE FROM mainspring.messages m WHERE m.mailbox = box RETURNING m.state)
-    SELECT count(*) FILTER (WHERE g.state = 1), count(*) FILTER (WHERE g.state = 0), count(*) FILTER (WHERE g.state = 2)
+    SELECT count(*) FILTER (WHERE g.state = 1), count(*) FILTER (WHERE g.state NOT IN (1, 2)), count(*) FILTER (WHERE g.state = 2)
         INTO late, waiting, held FROM gone g;
     INSERT INTO mainspring.tallies (mailbox, delayed, pending, in_flight, settled)
         VALUES (box, -late, -waiting, -held, late + waiting + held);
@@ -109,9 +109,10 @@ BEGIN
         FROM raised r ORDER BY r.place
     ), sent AS (
         INSERT INTO mainspring.messages (id, mailbox, state, rank, pos, enqueued_at, lease, reply_to, headers, dedup_key,
-            checkpoint, body)
-        SELECT o.id, o.mailbox, 0, o.rank, nextval('mainspring.positions'), o.enqueued_at, o.lease, o.reply_to, o.headers,
-            CASE WHEN o.has_key THEN o.dedup_key END, o.checkpoint, o.body
+            checkpoint, body, task, task_key, weight, permits)
+        SELECT o.id, o.mailbox, 0, o.rank, CASE WHEN o.task_key IS NULL THEN nextval('mainspring.positions')
+                ELSE mainspring.place_of(box, o.task, o.task_key, o.rank, o.weight) END, o.enqueued_at, o.lease, o.reply_to, o.headers,
+            CASE WHEN o.has_key THEN o.dedup_key END, o.checkpoint, o.body, o.task, o.task_key, o.weight, o.permits
         FROM in_order o RETURNING 1
     )
     SELECT count(*) INTO number FROM sent;
@@ -119,13 +120,23 @@ BEGIN
 END $$;
 
 CREATE OR REPLACE FUNCTION mainspring.purge_dead(box integer, named text[]) RETURNS bigint LANGUAGE plpgsql AS $$
-DECLARE gone bigint;
+DECLARE
+    number bigint;
+    tasks text[];
+    keys text[];
 BEGIN
     PERFORM mainspring.sweep_all(box);
-    DELETE FROM mainspring.dead d WHERE d.mailbox = box AND (named IS NULL OR d.id = ANY (named));
-    GET DIAGNOSTICS gone = ROW_COUNT;
-    INSERT INTO mainspring.tallies (mailbox, settled, dead) VALUES (box, gone, -gone);
-    RETURN gone;
+    WITH gone AS (
+        DELETE FROM mainspring.dead d WHERE d.mailbox = box AND (named IS NULL OR d.id = ANY (named))
+            RETURNING d.permits, d.task, d.task_key
+    )
+    SELECT count(*), array_agg(g.task) FILTER (WHERE g.permits > 0), array_agg(g.task_key) FILTER (WHERE g.permits > 0)
+        INTO number, tasks, keys FROM gone g;
+    INSERT INTO mainspring.tallies (mailbox, settled, dead) VALUES (box, number, -number);
+    IF tasks IS NOT NULL THEN
+        PERFORM mainspring.free_permits(box, tasks, keys);
+    END IF;
+    RETURN number;
 END $$;
 
 CREATE OR REPLACE FUNCTION mainspring.drop_mailbox(box integer) RETURNS void LANGUAGE sql AS $$
@@ -135,6 +146,9 @@ CREATE OR REPLACE FUNCTION mainspring.drop_mailbox(box integer) RETURNS void LAN
     DELETE FROM mainspring.tallies t WHERE t.mailbox = box;
     DELETE FROM mainspring.ranks r WHERE r.mailbox = box;
     DELETE FROM mainspring.records r WHERE r.mailbox = box;
+    DELETE FROM mainspring.task_limits l WHERE l.mailbox = box;
+    DELETE FROM mainspring.key_rates r WHERE r.mailbox = box;
+    DELETE FROM mainspring.freed_permits f WHERE f.mailbox = box;
 $$;
 
 CREATE OR REPLACE FUNCTION mainspring.drop_stale(prefix text, life float8) RETURNS integer LANGUAGE plpgsql AS $$

@@ -1,4 +1,4 @@
--- Records, and messages that are found and moved by their ids.
+-- Records.
 --
 -- A record counts as gone from the instant of its end, whether or not `end_records` has deleted it.
 
@@ -38,8 +38,9 @@ END $$;
 CREATE OR REPLACE FUNCTION mainspring.write_record_and_send(
     box integer, of_kind text, of_key text, new_value bytea, life float8, if_version bigint, capacity bigint, lock_wait float8,
     ids text[], bodies bytea[], delays float8[], ranks smallint[], reply_tos text[], all_headers text[], lives float8[],
-    keyed_ids text[], keyed_bodies bytea[], keyed_delays float8[], keyed_ranks smallint[], keyed_reply_tos text[],
-    keyed_headers text[], keyed_lives float8[], keys text[],
+    tasks text[], keys text[], weights float8[],
+    dedup_ids text[], dedup_bodies bytea[], dedup_delays float8[], dedup_ranks smallint[], dedup_reply_tos text[],
+    dedup_headers text[], dedup_lives float8[], dedup_tasks text[], dedup_keys text[], dedup_weights float8[], dedups text[],
     OUT written bigint, OUT waiting bigint, OUT more bigint, OUT sent text[]
 ) LANGUAGE plpgsql AS $$
 -- Write a record and send messages, those with a dedup key apart: all of it or nothing. `written` is what `write_record` returns,
@@ -50,8 +51,8 @@ BEGIN
         written := mainspring.write_record(box, of_kind, of_key, new_value, life, if_version);
         IF written IS NOT NULL AND capacity IS NOT NULL THEN
             waiting := mainspring.lock_capacity(box);
-            more := cardinality(ids) + (SELECT count(DISTINCT k) FROM unnest(keys) AS k)
-                - (SELECT count(*) FROM mainspring.used_dedup_keys(box, keys));
+            more := cardinality(ids) + (SELECT count(DISTINCT d) FROM unnest(dedups) AS d)
+                - (SELECT count(*) FROM mainspring.used_dedup_keys(box, dedups));
             IF more > 0 AND waiting + more > capacity THEN
                 RAISE EXCEPTION 'no room' USING ERRCODE = 'MS003';
             END IF;
@@ -61,11 +62,11 @@ BEGIN
         written := NULL;
     END;
     IF written IS NOT NULL AND cardinality(ids) > 0 THEN
-        PERFORM mainspring.send_with_options(box, ids, bodies, delays, ranks, reply_tos, all_headers, lives);
+        PERFORM mainspring.send_tasks(box, ids, bodies, delays, ranks, reply_tos, all_headers, lives, tasks, keys, weights);
     END IF;
-    IF written IS NOT NULL AND cardinality(keys) > 0 THEN
-        sent := ARRAY(SELECT mainspring.send_many_dedup(box, keyed_ids, keyed_bodies, keyed_delays, keyed_ranks,
-            keyed_reply_tos, keyed_headers, keyed_lives, keys, lock_wait, false));
+    IF written IS NOT NULL AND cardinality(dedups) > 0 THEN
+        sent := ARRAY(SELECT mainspring.send_many_dedup(box, dedup_ids, dedup_bodies, dedup_delays, dedup_ranks,
+            dedup_reply_tos, dedup_headers, dedup_lives, dedups, dedup_tasks, dedup_keys, dedup_weights, lock_wait, false));
     END IF;
 END $$;
 
@@ -141,48 +142,4 @@ BEGIN
         END LOOP;
     END IF;
     RETURN QUERY SELECT unnest(done);
-END $$;
-
-CREATE OR REPLACE FUNCTION mainspring.find(box integer, named text[]) RETURNS TABLE (
-    id text, body bytea, deliveries integer, attempts integer, enqueued_at float8, first_received_at float8, reply_to text,
-    headers text, checkpoint bytea, history text, place text, due float8, rank smallint
-) LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off AS $$
--- Those that are unfinished by now. It changes nothing: a lease or a delay that is over counts so, whether or not a sweep has
--- found it, and a message that has expired is finished.
-DECLARE at timestamptz := clock_timestamp();
-BEGIN
-    RETURN QUERY
-        SELECT m.id, m.body, m.deliveries, m.attempts + CASE WHEN m.state = 2 THEN 1 ELSE 0 END,
-            extract(epoch FROM m.enqueued_at)::float8, extract(epoch FROM m.first_received_at)::float8, m.reply_to, m.headers,
-            m.checkpoint, m.history,
-            CASE WHEN m.state = 0 OR m.due <= at THEN 'pending' WHEN m.state = 1 THEN 'delayed' ELSE 'in_flight' END,
-            CASE WHEN m.state = 1 AND m.due > at THEN extract(epoch FROM m.due)::float8 END, m.rank
-        FROM mainspring.messages m
-        WHERE m.id = ANY (named) AND m.mailbox = box
-            AND (coalesce(m.expires_at > at, true) OR (m.state = 2 AND m.due > at));
-END $$;
-
-CREATE OR REPLACE FUNCTION mainspring.reschedule(box integer, given text, delay float8) RETURNS text
-LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off AS $$
--- Let a message that waits become pending in `delay` seconds. With 0, one that is pending stays where it is. What was done.
-DECLARE
-    at timestamptz := clock_timestamp();
-    late integer := CASE WHEN delay > 0 THEN 1 ELSE 0 END;
-    was integer;
-BEGIN
-    PERFORM mainspring.sweep_all(box);
-    SELECT m.state INTO was FROM mainspring.messages m
-        WHERE m.id = given AND m.mailbox = box AND m.state + 0 <> 2 FOR UPDATE;
-    IF NOT FOUND THEN
-        RETURN CASE WHEN EXISTS (SELECT FROM mainspring.messages m WHERE m.id = given AND m.mailbox = box)
-            THEN 'in_flight' ELSE 'unknown' END;
-    END IF;
-    IF was = 1 OR late = 1 THEN
-        UPDATE mainspring.messages m SET state = late, pos = nextval('mainspring.positions'),
-            due = CASE WHEN late = 1 THEN at + delay * interval '1 second' END
-            WHERE m.id = given;
-        INSERT INTO mainspring.tallies (mailbox, delayed, pending) VALUES (box, late - was, was - late);
-        PERFORM mainspring.notify(box, 1 - late);
-    END IF;
-    RETURN 'rescheduled';
 END $$;

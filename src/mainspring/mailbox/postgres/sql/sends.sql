@@ -79,6 +79,87 @@ BEGIN
     PERFORM mainspring.notify_sent(box, cardinality(ids) - late);
 END $$;
 
+CREATE OR REPLACE FUNCTION mainspring.last_place(box integer, of_task text, of_key text, of_rank smallint) RETURNS bigint
+LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET enable_sort = off SET jit = off
+SET plan_cache_mode = force_generic_plan AS $$
+-- The last place of a key, of its messages that are in line (0) or wait at a limiter (3, 4).
+BEGIN
+    RETURN greatest((
+        SELECT m.pos FROM mainspring.messages m WHERE m.mailbox = box AND m.task = of_task AND m.state = 0 AND m.task_key = of_key
+            AND m.rank = of_rank ORDER BY m.pos DESC LIMIT 1
+    ), (
+        SELECT m.pos FROM mainspring.messages m WHERE m.mailbox = box AND m.task = of_task AND m.state = 3 AND m.task_key = of_key
+            AND m.rank = of_rank ORDER BY m.pos DESC LIMIT 1
+    ), (
+        SELECT m.pos FROM mainspring.messages m WHERE m.mailbox = box AND m.task = of_task AND m.state = 4 AND m.task_key = of_key
+            AND m.rank = of_rank ORDER BY m.pos DESC LIMIT 1
+    ));
+END $$;
+
+CREATE OR REPLACE FUNCTION mainspring.first_place(box integer, of_rank smallint) RETURNS bigint
+LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET enable_sort = off SET jit = off
+SET plan_cache_mode = force_generic_plan AS $$
+-- The place of the first message in line.
+BEGIN
+    RETURN (SELECT m.pos FROM mainspring.messages m
+        WHERE m.mailbox = box AND m.state = 0 AND m.rank = of_rank ORDER BY m.pos LIMIT 1);
+END $$;
+
+CREATE OR REPLACE FUNCTION mainspring.place_of(
+    box integer, of_task text, of_key text, of_rank smallint, of_weight float8
+) RETURNS bigint LANGUAGE plpgsql AS $$
+-- The place of a message that comes to the line: at the tail, or, with a key, one step behind the last one of its key, and not
+-- before the first in line. So keys take turns. It takes no lock: two messages of a key that come at the same time may have
+-- the same place.
+DECLARE tail bigint := nextval('mainspring.positions');
+BEGIN
+    IF of_key IS NULL THEN
+        RETURN tail;
+    END IF;
+    RETURN greatest(coalesce(mainspring.first_place(box, of_rank), tail),
+        mainspring.last_place(box, of_task, of_key, of_rank) + (1000 / coalesce(of_weight, 1))::bigint);
+END $$;
+
+CREATE OR REPLACE FUNCTION mainspring.send_tasks(
+    box integer, ids text[], bodies bytea[], delays float8[], ranks smallint[], reply_tos text[], all_headers text[],
+    lives float8[], tasks text[], keys text[], weights float8[]
+) RETURNS void LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off AS $$
+-- Messages of tasks; those with a key have the places that `place_of` gives.
+DECLARE
+    at timestamptz := clock_timestamp();
+    late bigint;
+    level smallint;
+    first bigint;
+BEGIN
+    FOR level IN SELECT DISTINCT r FROM unnest(ranks) AS r LOOP
+        first := mainspring.first_place(box, level);
+        WITH given AS MATERIALIZED (
+            SELECT g.*, g.delay > 0 AS is_late, nextval('mainspring.positions') AS tail,
+                (1000 / coalesce(g.weight, 1))::bigint AS step
+            FROM unnest(ids, bodies, delays, ranks, reply_tos, all_headers, lives, tasks, keys, weights) WITH ORDINALITY
+                AS g (id, body, delay, rank, reply_to, headers, life, task, key, weight, n)
+            WHERE g.rank = level
+        ), in_turn AS (
+            SELECT g.*, sum(g.step) OVER line - first_value(g.step) OVER line AS ahead,
+                CASE WHEN g.key IS NOT NULL AND NOT g.is_late AND row_number() OVER line = 1 THEN greatest(
+                    coalesce(first, g.tail), mainspring.last_place(box, g.task, g.key, level) + g.step
+                ) END AS start
+            FROM given g WINDOW line AS (PARTITION BY g.task, g.key, g.is_late ORDER BY g.n)
+        )
+        INSERT INTO mainspring.messages
+                (id, mailbox, state, rank, pos, enqueued_at, due, expires_at, reply_to, headers, body, task, task_key, weight)
+            SELECT t.id, box, CASE WHEN t.is_late THEN 1 ELSE 0 END, level,
+                CASE WHEN t.key IS NULL THEN t.tail WHEN t.is_late THEN 0
+                    ELSE max(t.start) OVER (PARTITION BY t.task, t.key, t.is_late) + t.ahead END,
+                at, CASE WHEN t.is_late THEN at + t.delay * interval '1 second' END, at + t.life * interval '1 second',
+                t.reply_to, t.headers, t.body, t.task, t.key, t.weight
+            FROM in_turn t;
+    END LOOP;
+    SELECT count(*) INTO late FROM unnest(delays) AS d WHERE d > 0;
+    INSERT INTO mainspring.tallies (mailbox, pending, delayed) VALUES (box, cardinality(ids) - late, late);
+    PERFORM mainspring.notify_sent(box, cardinality(ids) - late);
+END $$;
+
 CREATE OR REPLACE FUNCTION mainspring.dead_letter_expired(box integer, key text) RETURNS void LANGUAGE plpgsql AS $$
 -- Do what a sweep would do with the message that has this key, if it has expired and is not in flight. Wait for one that
 -- another transaction works on. No other message is touched: the caller may be in a transaction that lasts.
@@ -92,19 +173,24 @@ BEGIN
         RETURN;
     END IF;
     INSERT INTO mainspring.dead (place, mailbox, dead_at, enqueued_at, first_received_at, lease, deliveries,
-            attempts, rank, id, body, reply_to, headers, dedup_key, history, checkpoint, error, error_type, traceback)
+            attempts, rank, id, body, reply_to, headers, dedup_key, history, checkpoint, task, task_key, weight, permits, error,
+            error_type, traceback)
         VALUES (nextval('mainspring.positions'), box, was.expires_at, was.enqueued_at, was.first_received_at, was.lease,
             was.deliveries, was.attempts + CASE WHEN was.state = 2 THEN 1 ELSE 0 END, was.rank, was.id, was.body,
-            was.reply_to, was.headers, was.dedup_key, was.history, was.checkpoint,
+            was.reply_to, was.headers, was.dedup_key, was.history, was.checkpoint, was.task, was.task_key, was.weight,
+            CASE WHEN was.permits IS NOT NULL THEN mainspring.kept_permit(box, was.task, was.permits, 0, 'dead') END,
             'it was not done before its time (expires_in) ran out', 'MessageExpiredError', '');
     INSERT INTO mainspring.tallies (mailbox, delayed, pending, in_flight, dead) VALUES (box,
-        CASE WHEN was.state = 1 THEN -1 ELSE 0 END, CASE WHEN was.state = 0 THEN -1 ELSE 0 END,
+        CASE WHEN was.state = 1 THEN -1 ELSE 0 END, CASE WHEN was.state NOT IN (1, 2) THEN -1 ELSE 0 END,
         CASE WHEN was.state = 2 THEN -1 ELSE 0 END, 1);
+    IF was.task IS NOT NULL THEN
+        PERFORM mainspring.free_permits(box, ARRAY[was.task], ARRAY[was.task_key]);
+    END IF;
 END $$;
 
 CREATE OR REPLACE FUNCTION mainspring.send_dedup(
     box integer, new_id text, new_body bytea, delay float8, new_rank smallint, new_reply_to text, new_headers text,
-    life float8, key text
+    life float8, dedup text, of_task text, of_key text, of_weight float8
 ) RETURNS text LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off AS $$
 -- One message with a dedup key; its id, or that of the unfinished one with the same key. One that has expired is finished,
 -- unless it is in flight.
@@ -116,18 +202,21 @@ DECLARE
 BEGIN
     LOOP
         SELECT m.id, m.expires_at <= clock_timestamp() AND (m.state <> 2 OR m.due <= clock_timestamp())
-            INTO found_id, is_over FROM mainspring.messages m WHERE m.mailbox = box AND m.dedup_key = key;
+            INTO found_id, is_over FROM mainspring.messages m WHERE m.mailbox = box AND m.dedup_key = dedup;
         IF is_over THEN
-            PERFORM mainspring.dead_letter_expired(box, key);
+            PERFORM mainspring.dead_letter_expired(box, dedup);
             CONTINUE;
         ELSIF found_id IS NOT NULL THEN
             RETURN found_id;
         END IF;
         INSERT INTO mainspring.messages
-                (id, mailbox, state, rank, pos, enqueued_at, due, expires_at, reply_to, headers, body, dedup_key)
-            VALUES (new_id, box, CASE WHEN late THEN 1 ELSE 0 END, new_rank, nextval('mainspring.positions'), at,
-                CASE WHEN late THEN at + delay * interval '1 second' END, at + life * interval '1 second',
-                new_reply_to, new_headers, new_body, key)
+                (id, mailbox, state, rank, pos, enqueued_at, due, expires_at, reply_to, headers, body, dedup_key, task,
+                task_key, weight)
+            VALUES (new_id, box, CASE WHEN late THEN 1 ELSE 0 END, new_rank,
+                CASE WHEN late OR of_key IS NULL THEN nextval('mainspring.positions')
+                    ELSE mainspring.place_of(box, of_task, of_key, new_rank, of_weight) END,
+                at, CASE WHEN late THEN at + delay * interval '1 second' END, at + life * interval '1 second',
+                new_reply_to, new_headers, new_body, dedup, of_task, of_key, of_weight)
             ON CONFLICT (mailbox, dedup_key) WHERE dedup_key IS NOT NULL DO NOTHING;
         IF FOUND THEN
             INSERT INTO mainspring.tallies (mailbox, pending, delayed)
@@ -140,18 +229,19 @@ END $$;
 
 CREATE OR REPLACE FUNCTION mainspring.try_send_dedup(
     box integer, new_id text, new_body bytea, delay float8, new_rank smallint, new_reply_to text, new_headers text,
-    life float8, key text
+    life float8, dedup text, of_task text, of_key text, of_weight float8
 ) RETURNS text LANGUAGE plpgsql AS $$
 -- The same; NULL where another transaction, which has sent the key, has not ended by the lock_timeout.
 BEGIN
-    RETURN mainspring.send_dedup(box, new_id, new_body, delay, new_rank, new_reply_to, new_headers, life, key);
+    RETURN mainspring.send_dedup(box, new_id, new_body, delay, new_rank, new_reply_to, new_headers, life, dedup, of_task,
+        of_key, of_weight);
 EXCEPTION WHEN lock_not_available THEN
     RETURN NULL;
 END $$;
 
 CREATE OR REPLACE FUNCTION mainspring.send_many_dedup(
     box integer, ids text[], bodies bytea[], delays float8[], ranks smallint[], reply_tos text[], all_headers text[],
-    lives float8[], keys text[], lock_wait float8, apart boolean
+    lives float8[], dedups text[], tasks text[], keys text[], weights float8[], lock_wait float8, apart boolean
 ) RETURNS SETOF text LANGUAGE plpgsql AS $$
 -- The same for many, in a transaction of the mailbox's own. It waits `lock_wait` seconds for another one that has sent a key; then
 -- it fails, or (`apart`) does so without that message, whose id is NULL. The COMMIT has no such end: it waits for others that
@@ -159,15 +249,17 @@ CREATE OR REPLACE FUNCTION mainspring.send_many_dedup(
 DECLARE one record;
 BEGIN
     PERFORM set_config('lock_timeout', lock_wait * 1000 || 'ms', true);
-    FOR one IN SELECT * FROM unnest(ids, bodies, delays, ranks, reply_tos, all_headers, lives, keys)
-        AS g (id, body, delay, rank, reply_to, headers, life, key)
+    FOR one IN SELECT * FROM unnest(ids, bodies, delays, ranks, reply_tos, all_headers, lives, dedups, tasks, keys, weights)
+        AS g (id, body, delay, rank, reply_to, headers, life, dedup, task, key, weight)
     LOOP
         IF apart THEN
             RETURN NEXT mainspring.try_send_dedup(
-                box, one.id, one.body, one.delay, one.rank, one.reply_to, one.headers, one.life, one.key);
+                box, one.id, one.body, one.delay, one.rank, one.reply_to, one.headers, one.life, one.dedup,
+                one.task, one.key, one.weight);
         ELSE
             RETURN NEXT mainspring.send_dedup(
-                box, one.id, one.body, one.delay, one.rank, one.reply_to, one.headers, one.life, one.key);
+                box, one.id, one.body, one.delay, one.rank, one.reply_to, one.headers, one.life, one.dedup,
+                one.task, one.key, one.weight);
         END IF;
     END LOOP;
     PERFORM set_config('lock_timeout', '0', true);
@@ -175,7 +267,7 @@ END $$;
 
 CREATE OR REPLACE FUNCTION mainspring.send_dedup_within(
     box integer, new_id text, new_body bytea, delay float8, new_rank smallint, new_reply_to text, new_headers text,
-    life float8, key text, patience float8
+    life float8, dedup text, of_task text, of_key text, of_weight float8, patience float8
 ) RETURNS text LANGUAGE plpgsql AS $$
 -- The same, in a sender's own transaction; NULL where the other has not ended after `patience` seconds, or by the lock_timeout
 -- of this transaction, which goes on as if nothing had been tried.
@@ -185,7 +277,8 @@ DECLARE
 BEGIN
     patience := least(patience, nullif(extract(epoch FROM theirs::interval), 0)) * 1000;
     PERFORM set_config('lock_timeout', greatest(least(ceil(patience), 2147483647), 1)::bigint || 'ms', true);
-    named := mainspring.send_dedup(box, new_id, new_body, delay, new_rank, new_reply_to, new_headers, life, key);
+    named := mainspring.send_dedup(box, new_id, new_body, delay, new_rank, new_reply_to, new_headers, life, dedup, of_task,
+        of_key, of_weight);
     PERFORM set_config('lock_timeout', theirs, true);
     RETURN named;
 EXCEPTION WHEN lock_not_available THEN

@@ -11,15 +11,21 @@ SET enable_mergejoin = off SET jit = off SET plan_cache_mode = force_generic_pla
 DECLARE
     done bigint[];
     number integer;
+    tasks text[];
+    keys text[];
 BEGIN
     WITH gone AS (
         DELETE FROM mainspring.messages m USING unnest(ids, leases) WITH ORDINALITY AS g (id, lease, n)
         WHERE m.id = g.id AND m.lease = g.lease AND m.mailbox = box AND m.state + 0 = 2 AND m.due > clock_timestamp()
-        RETURNING g.n
+        RETURNING g.n, m.permits, m.task, m.task_key
     )
-    SELECT array_agg(o.n) INTO done FROM gone o;
+    SELECT array_agg(o.n), array_agg(o.task) FILTER (WHERE o.permits > 0), array_agg(o.task_key) FILTER (WHERE o.permits > 0)
+        INTO done, tasks, keys FROM gone o;
     number := coalesce(cardinality(done), 0);
     INSERT INTO mainspring.tallies (mailbox, in_flight, settled) VALUES (box, -number, number);
+    IF tasks IS NOT NULL THEN
+        PERFORM mainspring.free_permits(box, tasks, keys);
+    END IF;
     IF number = cardinality(ids) THEN
         RETURN NULL;
     END IF;
@@ -42,6 +48,8 @@ DECLARE
     );
     done bigint[];
     died bigint;
+    tasks text[];
+    keys text[];
     reply record;
 BEGIN
     RETURN QUERY SELECT -w FROM unnest(without) AS w;
@@ -54,15 +62,22 @@ BEGIN
         RETURNING m.*, g.n, g.error, g.error_type, g.traceback, coalesce(g.history, m.history) AS last_history
     ), dead_lettered AS (
         INSERT INTO mainspring.dead (place, mailbox, dead_at, enqueued_at, first_received_at, lease, deliveries,
-            attempts, rank, id, body, reply_to, headers, dedup_key, history, checkpoint, error, error_type, traceback)
+            attempts, rank, id, body, reply_to, headers, dedup_key, history, checkpoint, task, task_key, weight, permits, error,
+            error_type, traceback)
         SELECT nextval('mainspring.positions'), o.mailbox, at, o.enqueued_at, o.first_received_at, o.lease, o.deliveries,
             o.attempts + 1, o.rank, o.id, o.body, o.reply_to, o.headers, o.dedup_key, o.last_history, o.checkpoint,
+            o.task, o.task_key, o.weight, CASE WHEN o.permits > 0 THEN mainspring.kept_permit(box, o.task, o.permits, 0, 'dead') END,
             o.error, o.error_type, o.traceback
         FROM gone o WHERE o.error IS NOT NULL
     )
-    SELECT array_agg(o.n), count(o.error) INTO done, died FROM gone o;
+    SELECT array_agg(o.n), count(o.error), array_agg(o.task) FILTER (WHERE o.permits > 0),
+            array_agg(o.task_key) FILTER (WHERE o.permits > 0)
+        INTO done, died, tasks, keys FROM gone o;
     IF done IS NULL THEN
         RETURN;
+    END IF;
+    IF tasks IS NOT NULL THEN
+        PERFORM mainspring.free_permits(box, tasks, keys);
     END IF;
     INSERT INTO mainspring.tallies (mailbox, in_flight, settled, dead)
         VALUES (box, -cardinality(done), cardinality(done) - died, died);
@@ -93,18 +108,22 @@ DECLARE
     here record;
     back bigint := 0;
     late bigint := 0;
+    tasks text[] := '{}';
+    keys text[] := '{}';
 BEGIN
     FOR here IN
         UPDATE mainspring.messages m SET
             state = CASE WHEN g.delay > 0 THEN 1 ELSE 0 END,
             due = CASE WHEN g.delay > 0 THEN at + g.delay * interval '1 second' END,
-            pos = CASE WHEN g.front = 1 THEN m.pos ELSE nextval('mainspring.positions') END,
+            pos = CASE WHEN g.front = 1 THEN m.pos WHEN m.task_key IS NULL OR g.delay > 0 THEN nextval('mainspring.positions')
+                ELSE mainspring.place_of(box, m.task, m.task_key, m.rank, m.weight) END,
             attempts = m.attempts + g.charge,
+            permits = CASE WHEN m.permits > 0 THEN mainspring.kept_permit(box, m.task, m.permits, g.front, 'retry') END,
             history = coalesce(g.history, m.history)
         FROM unnest(ids, leases, delays, charges, fronts, histories) WITH ORDINALITY
             AS g (id, lease, delay, charge, front, history, n)
         WHERE m.id = g.id AND m.lease = g.lease AND m.mailbox = box AND m.state + 0 = 2 AND m.due > clock_timestamp()
-        RETURNING g.n, m.rank, m.pos, m.state
+        RETURNING g.n, m.rank, m.pos, m.state, m.permits, m.task, m.task_key
     LOOP
         n := here.n;
         rank := here.rank;
@@ -112,8 +131,15 @@ BEGIN
         is_pending := here.state = 0;
         back := back + 1;
         late := late + here.state;
+        IF here.permits IS NOT NULL THEN
+            tasks := tasks || here.task;
+            keys := keys || here.task_key;
+        END IF;
         RETURN NEXT;
     END LOOP;
+    IF cardinality(tasks) > 0 THEN
+        PERFORM mainspring.free_permits(box, tasks, keys);
+    END IF;
     IF back > 0 THEN
         INSERT INTO mainspring.tallies (mailbox, pending, delayed, in_flight) VALUES (box, back - late, late, -back);
         PERFORM mainspring.notify(box, back - late);
@@ -148,7 +174,7 @@ DECLARE was record;
 BEGIN
     PERFORM mainspring.sweep(box, NULL, 10000);
     DELETE FROM mainspring.messages m WHERE m.id = given AND m.mailbox = box
-        RETURNING m.state, m.reply_to, m.headers INTO was;
+        RETURNING m.state, m.reply_to, m.headers, m.task, m.task_key, m.permits INTO was;
     IF NOT FOUND THEN
         outcome := 'unknown';
         RETURN;
@@ -157,8 +183,11 @@ BEGIN
     wants_reply := was.reply_to;
     with_headers := was.headers;
     INSERT INTO mainspring.tallies (mailbox, delayed, pending, in_flight, settled) VALUES (box,
-        CASE WHEN was.state = 1 THEN -1 ELSE 0 END, CASE WHEN was.state = 0 THEN -1 ELSE 0 END,
+        CASE WHEN was.state = 1 THEN -1 ELSE 0 END, CASE WHEN was.state NOT IN (1, 2) THEN -1 ELSE 0 END,
         CASE WHEN was.state = 2 THEN -1 ELSE 0 END, 1);
+    IF was.task IS NOT NULL OR was.permits > 0 THEN
+        PERFORM mainspring.free_permits(box, ARRAY[was.task], ARRAY[was.task_key]);
+    END IF;
     IF was.state = 2 THEN
         PERFORM pg_notify('mainspring', box || ' cancelled ' || given);
     END IF;
