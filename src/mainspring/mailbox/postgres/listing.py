@@ -20,7 +20,7 @@ _STATES: Final = {MessagePlace.PENDING: (0, 5, 3, 4), MessagePlace.DELAYED: (1,)
 _AT_LIMITERS: Final = (3, 4)
 
 
-class Part(NamedTuple):
+class ListPart(NamedTuple):
     """The messages of one state, all of them, or those of ``task`` that have a key, or none."""
 
     state: int
@@ -32,25 +32,25 @@ class Part(NamedTuple):
         return json.dumps([*self, got_to])
 
 
-def parts_of(place: MessagePlace, tasks: list[str], limited: list[str], key: str | None) -> list[Part]:
+def parts_of(place: MessagePlace, tasks: list[str], limited: list[str], key: str | None) -> list[ListPart]:
     """Return the parts of a list, in order: of ``tasks``; or, without any, of all messages, ``limited`` tasks apart."""
     parts = []
     for state in _STATES[place]:
         if not tasks and state not in _AT_LIMITERS:
-            parts.append(Part(state, None, False))
+            parts.append(ListPart(state, None, False))
         for task in sorted(tasks or limited) if tasks or state in _AT_LIMITERS else ():
-            parts += [Part(state, task, has_key) for has_key in ((True,) if key is not None else (True, False))]
+            parts += [ListPart(state, task, has_key) for has_key in ((True,) if key is not None else (True, False))]
     return parts
 
 
-def parts_behind(parts: list[Part], after: str | None, key: str | None) -> tuple[list[Part], list[str] | None]:
+def parts_behind(parts: list[ListPart], after: str | None, key: str | None) -> tuple[list[ListPart], list[str] | None]:
     """Return the parts that are left at the place ``after``, and the place in the first one, if it is one of the same list.
 
     A text that is no place is the beginning.
     """
     try:
         state, task, has_key, got_to = json.loads(after or "")
-        reached = Part(state, task, has_key)
+        reached = ListPart(state, task, has_key)
         order = [*dict.fromkeys(part.state for part in parts)]
         left = [part for part in parts if _rank(part, order) >= _rank(reached, order)]
         _check(reached, got_to, key)
@@ -59,11 +59,11 @@ def parts_behind(parts: list[Part], after: str | None, key: str | None) -> tuple
     return left, got_to if left and left[0] == reached else None
 
 
-def _rank(part: Part, order: list[int]) -> tuple[int, str, bool]:
+def _rank(part: ListPart, order: list[int]) -> tuple[int, str, bool]:
     return order.index(part.state), part.task or "", not part.has_key
 
 
-def _check(part: Part, got_to: Iterable[str], key: str | None) -> None:
+def _check(part: ListPart, got_to: Iterable[str], key: str | None) -> None:
     """Raise ValueError or TypeError if it is not a place in that part."""
     *rest, message_id = got_to
     numbers = rest[1:] if part.has_key and key is None else rest
