@@ -34,7 +34,7 @@ from wrapped_backend import WrappedBackend, wrap
 pytestmark = pytest.mark.anyio
 
 EVERYWHERE = on(*KINDS)
-LIMITING = on("memory")
+LIMITING = on("memory", "sqlite", "redis")
 _names = count()
 
 
@@ -103,6 +103,12 @@ class Fleet:
         """Run both until nothing is left to do."""
         async with self.running(concurrency):
             await until_done(self.mailbox, seconds=1_000, every=0.5)
+
+
+async def until_declared(tasks):
+    with anyio.fail_after(10):
+        while tasks.declared_in is None:
+            await anyio.sleep(0.005)
 
 
 # ------------------------------------------------------------------------------------------------------------- every store
@@ -206,16 +212,17 @@ async def test_a_loop_declares_the_limits_of_its_tasks_and_takes_back_what_is_go
     async with before:
         await before.mailbox.backend.change_limits([LimitChange("of another program", TaskLimits(1))])
         async with group_of(before):
-            pass
+            await until_declared(before)
         found = await before.mailbox.backend.limits()
         assert [(state.task, state.limits) for state in found] == [
             (ALL_TASKS, TaskLimits(7)),
             ("of another program", TaskLimits(1)),
             ("work", limits),
         ]
+    async with after:
         async with group_of(after):
-            pass
-        assert [state.task for state in await before.mailbox.backend.limits()] == ["of another program"]
+            await until_declared(after)
+        assert [state.task for state in await after.mailbox.backend.limits()] == ["of another program"]
 
 
 @EVERYWHERE
@@ -342,11 +349,26 @@ async def test_the_weight_of_one_call_is_that_of_its_options():
 async def test_the_limits_hold_for_calls_that_were_sent_before_they_were_declared():
     tasks, runs = Tasks("memory://declared-late"), Runs()
     work = limited(tasks, runs, concurrency=1)
-    await work.send_many([("a",), ("b",), ("c",)])
+    before = Tasks("memory://declared-late")
+    await limited(before, runs).send_many([("a",), ("b",), ("c",)])
     assert await tasks.mailbox.backend.limits() == []
+    await work.send("d")
     async with group_of(tasks):
         await until_done(tasks.mailbox, 100)
-    assert runs.times == [0, 1, 2]
+    assert runs.times == [0, 1, 2, 3]
+
+
+@virtually
+async def test_a_task_that_is_registered_after_a_send_is_limited_from_its_first_one_on():
+    tasks, runs = Tasks(InMemoryMailbox()), Runs()
+    async with tasks:
+        await limited(tasks, runs, concurrency=1).send("a")
+
+        @tasks.task(concurrency=2)
+        async def later() -> None: ...
+
+        await later.send()
+        assert [state.task for state in await tasks.mailbox.backend.limits()] == ["later", "work"]
 
 
 @virtually
@@ -358,13 +380,13 @@ async def test_limits_that_are_declared_already_are_not_written_again():
             Counting.written += 1
             await self.inner.change_limits(changes)
 
-    mailbox = wrap(InMemoryMailbox(), Counting)
-    tasks = Tasks(mailbox)
-    limited(tasks, Runs(), rate="100/m")
-    async with mailbox:
-        for _ in range(3):
+    tasks = Tasks(wrap(InMemoryMailbox(), Counting))
+    work = limited(tasks, Runs(), rate="100/m")
+    for _ in range(3):
+        async with tasks:
+            await work.send("a")
             async with group_of(tasks):
-                pass
+                await until_declared(tasks)
     assert Counting.written == 1
 
 
@@ -379,12 +401,12 @@ async def test_a_declaration_that_fails_is_made_again_before_the_first_claim():
                 raise MailboxConnectionError("no route to the store")
             await self.inner.change_limits(changes)
 
-    tasks, runs = Tasks(wrap(InMemoryMailbox(), Failing)), Runs()
-    work = limited(tasks, runs, concurrency=1)
-    async with tasks:
-        await work.send_many([("a",), ("b",)])
-        async with group_of(tasks):
-            await until_done(tasks.mailbox, 100)
+    mailbox, runs = InMemoryMailbox(), Runs()
+    sender, tasks = Tasks(mailbox.address), Tasks(wrap(mailbox, Failing))
+    limited(tasks, runs, concurrency=1)
+    await limited(sender, runs).send_many([("a",), ("b",)])
+    async with group_of(tasks):
+        await until_done(sender.mailbox, 100)
     assert runs.times == [0, 1]
 
 

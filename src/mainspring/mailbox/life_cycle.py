@@ -54,6 +54,11 @@ class MailboxLifeCycle:
         """Its state: unopened, open or closed."""
         return self._state.state
 
+    @property
+    def opening(self) -> object | None:
+        """An object that stands for its present opening: another one each time that it is opened. None while it is not."""
+        return self._scope
+
     async def exists(self) -> bool:
         """Return True if the store has a mailbox of this name, empty or not. It need not be open.
 

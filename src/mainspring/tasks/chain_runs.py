@@ -66,6 +66,8 @@ async def begin(tasks: Tasks, stages: Sequence[Stage], result_ttl: float) -> Cha
         [OutgoingCall(call.task, call.arguments, call.task.sending.own_headers) for call in stage.calls]
         for stage in stages
     ]
+    for task in dict.fromkeys(call.task for stage in stages for call in stage.calls):
+        await task.declare_limits()
     async with AsyncExitStack() as middleware:
         for task, calls in _by_task(outgoing).items():
             await middleware.enter_async_context(task.entered(calls))

@@ -1,8 +1,8 @@
 """The limits of tasks: what ``@tasks.task`` says, and the declaration of it in the store.
 
-The store keeps the limits, and decides by them which message may be claimed (:mod:`mainspring.mailbox.limiters`). Each loop
-declares those of its tasks as it starts, before its first claim. Where two versions of a program run, the limits of the loop
-that started last hold. A sender declares nothing: a limit holds for messages that were sent before it.
+The store keeps the limits, and decides by them which message may be claimed (:mod:`mainspring.mailbox.limiters`). A program
+declares those of its tasks once for each time that it opens their mailbox: before the first claim of a loop, or the first send
+of a call with limits. Where two versions of a program run, the limits that were declared last hold.
 """
 
 from __future__ import annotations
@@ -101,16 +101,21 @@ def _rate(what: str, rate: Any) -> Rate | None:
 
 
 async def declare(tasks: Tasks) -> None:
-    """Let the store have the limits of the tasks that are registered. Those of other tasks stay as they are.
+    """Let the store have the limits of the tasks that are registered, unless it was told since the mailbox was opened.
 
+    The limits of tasks that are not registered stay as they are.
+
+    :raises MailboxClosedError: the mailbox is not open.
     :raises MailboxConnectionError: the store cannot be reached.
     """
-    backend = tasks.mailbox.backend
-    if not backend.capabilities.limits:
+    backend, opening = tasks.mailbox.backend, tasks.mailbox.opening
+    if not backend.capabilities.limits or (opening is not None and tasks.declared_in is opening):
         return
+    tasks.mailbox.check_open()
     stored = {state.task: state.limits for state in await backend.limits()}
     said = {name: task.handling.limits for name, task in tasks.registered.items()}
     said[ALL_TASKS] = TaskLimits(concurrency=tasks.max_concurrency)
     changes = [LimitChange(name, limits) for name, limits in said.items() if limits != stored.get(name, UNLIMITED)]
     if changes:
         await backend.change_limits(changes)
+    tasks.declared_in = opening

@@ -22,7 +22,7 @@ from mainspring.tasks.calls import OutgoingCall, Parameters, TaskCall, head
 from mainspring.tasks.chains import Chain, together
 from mainspring.tasks.job import Job
 from mainspring.tasks.keys import check_number, is_known_by, share_of
-from mainspring.tasks.limits import UNLIMITED, check_limited, needs_key
+from mainspring.tasks.limits import UNLIMITED, check_limited, declare, needs_key
 from mainspring.tasks.unique import DEBOUNCE_KEY, check_unique, key_of, send_debounced, send_once
 from mainspring.validation import MAX_DELAY, as_seconds
 from mainspring.worker.middleware import overriding
@@ -143,6 +143,8 @@ class Task(Generic[P, R]):
         self.is_async = is_async(fn)
         self.senders = overriding((*tasks.middleware, *options.middleware), "sending")
         """The middleware that is entered for each send."""
+        self._is_simple = not (self.senders or self.stands_for_key or options.is_limited)
+        """True if nothing is to be done for a send but to store the message."""
         self._result_codec: Codec | None = None
 
     def __call__(self, *args: P.args, **keywords: P.kwargs) -> Any:
@@ -217,7 +219,7 @@ class Task(Generic[P, R]):
 
     async def send(self, *args: P.args, **keywords: P.kwargs) -> Job[R]:
         """Send one call. Return its job once the message is as durable as the mailbox makes it."""
-        if self.senders or self.stands_for_key or self.tasks.recording is not None:
+        if not self._is_simple or self.tasks.recording is not None:
             return (await self.send_calls([(args, keywords)]))[0]
         envelope = self._prepare(self.parameters.bind(args, keywords), self._headers)
         stored = await self.tasks.mailbox.send_prepared([envelope], connection=self.sending.connection)
@@ -245,6 +247,7 @@ class Task(Generic[P, R]):
             ``connection``.
         """
         call = OutgoingCall(self, self.parameters.bind(args, keywords), self._headers)
+        await self.declare_limits()
         async with self.entered([call]):
             self._check_request()
             envelope = self._prepare(call.arguments, call.headers)
@@ -341,6 +344,7 @@ class Task(Generic[P, R]):
         """Put calls with these arguments into the mailbox, inside of the middleware. Return their messages and ids."""
         mailbox, bind, recording = self.tasks.mailbox, self.parameters.bind, self.tasks.recording
         if not self.senders and not self.stands_for_key and recording is None:
+            await self.declare_limits()
             envelopes = [self._prepare(bind(*each), self._headers) for each in calls]
             return envelopes, await mailbox.send_prepared(envelopes, connection=connection)
         outgoing = [OutgoingCall(self, bind(*each), self._headers) for each in calls]
@@ -360,9 +364,15 @@ class Task(Generic[P, R]):
         envelope.headers = {**envelope.headers, DEBOUNCE_KEY: key}
         return await send_debounced(self, envelope, self.encode(arguments), key, debounce.wait)
 
+    async def declare_limits(self) -> None:
+        """Let the store have the limits of the task before a first message of it."""
+        if self.handling.is_limited and self.tasks.recording is None:
+            await declare(self.tasks)
+
     @asynccontextmanager
     async def prepared(self, calls: list[OutgoingCall]) -> AsyncIterator[list[Envelope]]:
         """Enter the middleware for a send of ``calls``, and yield their messages, which are to be sent in the block."""
+        await self.declare_limits()
         async with self.entered(calls):
             yield [self._prepare(call.arguments, call.headers) for call in calls]
 

@@ -121,6 +121,8 @@ class Tasks:
         self._schedules: Schedules | None = None
         self.loops = 0
         """How many loops run on it in this process."""
+        self.declared_in: object | None = None
+        """The opening of the mailbox in which the limits of all tasks were declared."""
         self.recording: Recording | None = None
         """What takes the calls inside the block of :meth:`testing`; None outside of it."""
         if isinstance(mailbox, str):
@@ -298,6 +300,7 @@ class Tasks:
         task: Task[..., Any] = Task(self, name, fn, parameters, handling, sending)
         check_offload(f"task {name}", handling.offload, is_async=task.is_async)
         self.registered[name] = task
+        self.declared_in = None
         return task
 
     # ----------------------------------------------------------------------------------------------------- schedules
