@@ -17,7 +17,7 @@ from mainspring.mailbox.nats.records import ABANDONED, KEY, Records
 from mainspring.mailbox.nats.streams import Stored
 from mainspring.mailbox.records import RESULT, Record, RecordWrite
 from mainspring.testing import run_virtual
-from nats_support import cut_off, one, place, until_it_works
+from nats_support import GET, REMOVE, cut_off, one, place, several, until_it_works
 
 pytestmark = [pytest.mark.anyio, pytest.mark.loops("asyncio")]
 
@@ -156,6 +156,94 @@ async def test_messages_of_a_writer_that_died_are_sent_by_another_process(here):
             assert await other.counts() == Counts(in_flight=1, delayed=1)
             assert await other.backend.write_record(write, [other.prepare("x")]) is None
         line.refuses = False
+
+
+async def acked(box, sent):
+    await (await one(box)).acknowledge()
+
+
+async def acked_with_others(box, sent):
+    assert await box.acknowledge_many([await one(box)]) == {}
+
+
+async def dead(box, sent):
+    await (await one(box)).dead_letter("no")
+
+
+async def returned(box, sent):
+    await (await one(box)).nack(delay=HOUR)
+
+
+async def cancelled(box, sent):
+    await box.cancel(sent)
+
+
+async def postponed(box, sent):
+    assert await box.backend.reschedule(sent, HOUR) is RescheduleOutcome.RESCHEDULED
+
+
+async def came_due(box, sent):
+    await (await one(box)).acknowledge()
+
+
+async def moved(box, sent):
+    assert await box.backend.reschedule(sent, 0) is RescheduleOutcome.RESCHEDULED
+    await (await one(box)).acknowledge()
+
+
+async def expired(box, sent):
+    async def is_dead():
+        return (await box.counts()).dead == 1
+
+    await until(is_dead)
+
+
+WAYS = [
+    (acked, {}), (acked_with_others, {}), (dead, {}), (returned, {}), (cancelled, {}), (postponed, {}),
+    (came_due, {"delay": 0.3}), (moved, {"delay": 60}), (expired, {"expires_in": 0.3}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("way", "options"), WAYS, ids=[way.__name__ for way, _ in WAYS])
+async def test_a_message_of_a_writer_that_died_is_not_sent_again_once_it_has_left_its_place(here, way, options):
+    """Not even where the server has forgotten that it took the message."""
+    line = await here.line()
+    names = here.names()
+    async with here.box() as other:
+        await here.make_all()
+        for stream in (names.queue, names.delayed):
+            await here.server.limit(stream, duplicate_window=100_000_000)
+        async with here.box(over=line) as box:
+            sent = box.prepare("x", **options)
+            removal = line.hold(f"{REMOVE}{names.records}")
+            await cut_off(line, removal, lambda: box.backend.write_record(RecordWrite("test", "a", b"1"), [sent]))
+            line.refuses = True
+            await anyio.sleep(0.12)
+            assert len(await subjects(here, "mark.intent.*")) == 1
+            await way(other, sent.message_id)
+            await other.backend.write_record(RecordWrite("test", "a", b"2"))  # which completes what is not complete
+            assert await subjects(here, "mark.intent.*") == []
+            await anyio.sleep(0.1)
+            counts = await other.counts()
+            assert counts.pending + counts.in_flight == 0
+            assert counts.delayed == (way in (returned, postponed))
+            line.refuses = False
+
+
+async def test_a_message_of_a_record_costs_one_look_when_it_leaves(here):
+    """And none in the process that wrote it; a message without a record never costs any."""
+    line = await here.line()
+    async with here.box(over=line) as box, here.box() as other:
+        looks = line.watch(f"{GET}{here.names().records}", count=-1)
+        for writer, expected in ((box, 0), (other, 1)):
+            await writer.send("plain")
+            await (await one(box)).acknowledge()
+            await writer.backend.write_record(
+                RecordWrite("test", repr(writer is box), b"1", if_version=0), [writer.prepare(n) for n in range(3)]
+            )
+            looks.caught.clear()
+            await box.acknowledge_many(await several(box, 3))
+            assert len(looks.caught) == expected
 
 
 async def is_empty(here):

@@ -96,6 +96,7 @@ async def cancel(store: Store, message_id: str) -> Cancelled:
                 record = there.record
                 if record.message_id != message_id:
                     break
+                await store.finish_writes([record])
                 delivered = await store.delivered() if stream == names.queue else 0
                 if not await store.remove(stream, there.sequence):
                     continue
@@ -204,6 +205,7 @@ async def _change_due(store: Store, token: str, there: Stored, delay: float) -> 
     A message that is due may be on its way to the queue: it is moved there first.
     """
     names, now = store.names, clock.utc_now().timestamp()
+    await store.finish_writes([there.record])
     async with store.writing():
         if delay and (there.record.due or 0.0) > now:
             later = replace(there.record, due=now + delay)
@@ -226,6 +228,7 @@ async def _change_due(store: Store, token: str, there: Stored, delay: float) -> 
 async def _delay(store: Store, token: str, there: Stored, delay: float) -> bool:
     """Move a pending message to the delayed ones. Return False if it has left the queue."""
     names = store.names
+    await store.finish_writes([there.record])
     later = replace(there.record, due=clock.utc_now().timestamp() + delay)
     async with store.writing():
         added = await store.add_or_replace(Add(names.to_delayed + token, later.encode()), later.message_id)

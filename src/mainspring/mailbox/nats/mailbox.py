@@ -216,6 +216,7 @@ class NatsBackend(Backend):
         self._claims = claims
         store.replaced = self._claims.forget_leases
         self._records = Records(store, self._sends)
+        store.finish_writes = self._records.finish
         self._settlements = Settlements(store, self._claims, self._records)
         recovery = Recovery(store, self._claims, self._records)
         connection.reconnected = partial(self._reconnected, recovery)

@@ -57,6 +57,8 @@ class StoredMessage:
     """True if there may be a checkpoint."""
     task: str | None = None
     key: str | None = None
+    intent: str | None = None
+    """The intent with which it was sent, if it was sent with a record (``records.py``)."""
 
     @classmethod
     def of(cls, envelope: Envelope, now: float) -> StoredMessage:
@@ -157,6 +159,7 @@ class StoredMessage:
             due=None,
             history=None,
             dedup_key=dedup_key,
+            intent=None,
         )
 
 
@@ -173,8 +176,9 @@ _FIELDS = {
     "p": "kept",
     "o": "task",
     "g": "key",
+    "w": "intent",
 }
-_TEXTS = ("reply_to", "dedup_key", "history", "task", "key")
+_TEXTS = ("reply_to", "dedup_key", "history", "task", "key", "intent")
 _COUNTS = ("deliveries", "charged")
 _TIMES = ("first_received_at", "expires_at", "due")
 

@@ -11,7 +11,10 @@ The stream ``records`` has three kinds of subjects.
   So the intent is stored first, then the record, with the id of the intent in its headers: that step decides both. Then the
   messages are sent, and the intent is removed. A writer completes the intent of a record before it replaces that record. So an
   intent that is in no record was never decided. If a writer dies, the recovery of another process completes its intent or
-  drops it. The server takes each message once in two minutes, from any process.
+  drops it. The messages name their intent. A process that settles one, or moves it to another stream, completes the intent
+  before. So while there is an intent, each of its messages that was sent is where it was sent to, and the server refuses a
+  second one. It also takes each of them once in two minutes, from any process, which matters to a message that has a dedup key
+  or to a process that has read the intent already.
 
 A cancellation does not come between these steps.
 """
@@ -99,6 +102,8 @@ class Records:
         self._known: dict[str, KnownRecord] = {}
         self._noted: dict[str, None] = {}  # subjects of notes and marks that this object has added
         self._undecided: dict[str, float] = {}  # intents that are in no record, and since when they were seen
+        self._completed: dict[str, None] = {}  # intents that are known to be gone
+        self._completing = anyio.Lock()
 
     # -------------------------------------------------------------------------------------------------------- writing
 
@@ -194,6 +199,8 @@ class Records:
     async def _announce(self, write: RecordWrite, messages: list[StoredMessage]) -> _Sending:
         """Store the messages that are to be sent if the write takes place."""
         name = random.token(96)
+        for message in messages:
+            message.intent = name
         payload = _written(messages)
         most = self._store.connection.max_payload - RESERVED
         check_size(
@@ -215,6 +222,7 @@ class Records:
                 raise
             return  # another writer has completed it
         await self._store.remove(names.records, sending.sequence)
+        self._note_completed(sending.name)
         if write.value is None:
             await self._store.remove(names.records, version)
             self._known.pop(self._subject(write.kind, write.key), None)
@@ -230,10 +238,36 @@ class Records:
 
     async def _complete(self, name: str) -> None:
         """Send the messages of an intent that is in a record, unless that is done."""
-        stored = await self._store.last(self._store.names.records, self._intent(name))
-        if stored is not None:
-            await self._sends.send_once(name, _read(stored.payload))
-            await self._store.remove(self._store.names.records, stored.sequence)
+        async with self._completing:
+            stored = await self._store.last(self._store.names.records, self._intent(name))
+            if stored is not None:
+                await self._sends.send_once(name, _read(stored.payload))
+                await self._store.remove(self._store.names.records, stored.sequence)
+        self._note_completed(name)
+
+    def _note_completed(self, name: str) -> None:
+        self._completed[name] = None
+        _forget_oldest(self._completed)
+
+    async def finish(self, messages: Iterable[StoredMessage]) -> None:
+        """Complete the writes with which messages were sent that are about to leave their place. Later no process sends them
+        again.
+
+        Where there is no room for all messages of a write, its intent stays.
+        """
+        names = {message.intent for message in messages if message.intent is not None}
+        unknown = [name for name in names if name not in self._completed]
+        if not unknown:
+            return
+        found = await self._store.last_all(self._store.names.records, [self._intent(name) for name in unknown])
+        for name, stored in zip(unknown, found, strict=True):
+            if isinstance(stored, MailboxError):
+                raise stored
+            if stored is None:
+                self._note_completed(name)
+                continue
+            with suppress(MailboxFullError):
+                await self._complete(name)
 
     # -------------------------------------------------------------------------------------------------------- results
 

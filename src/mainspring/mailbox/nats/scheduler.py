@@ -123,6 +123,7 @@ class DelayScheduler(Scheduler):
     async def _act(self, due: list[Arrival]) -> None:
         store = self._store
         names = store.names
+        await store.finish_writes([arrival.record for arrival in due])
         adds = []
         for arrival in due:
             token = arrival.subject.removeprefix(names.to_delayed)

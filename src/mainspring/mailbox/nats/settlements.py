@@ -52,6 +52,7 @@ class Settlements:
         """See :meth:`Backend.settle`."""
         await self._store.check_identity()
         lease = self._claims.held(delivery)
+        await self._store.finish_writes([lease.record])
         try:
             if isinstance(settlement, Ack):
                 if settlement.reply is not None or settlement.result is not None:
@@ -112,6 +113,7 @@ class Settlements:
                 leases[number] = self._claims.held(delivery)
             except ReceiptHandleExpiredError as error:
                 refused[number] = error
+        await store.finish_writes([lease.record for lease in leases.values()])
         removed = await store.remove_all(store.names.queue, [lease.sequence for lease in leases.values()])
         for (number, lease), held in zip(leases.items(), removed, strict=True):
             if isinstance(held, MailboxError):

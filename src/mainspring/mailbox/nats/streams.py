@@ -12,7 +12,7 @@ from collections import deque
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import anyio
 
@@ -33,10 +33,12 @@ from mainspring.mailbox.nats.names import CONSUMER, Names, check_stream, upgrade
 from mainspring.mailbox.nats.shared_client import ROOM
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
     from contextlib import AbstractAsyncContextManager
 
     from mainspring.mailbox.message import Dead
+
+    Finish: TypeAlias = Callable[[Iterable[StoredMessage]], Awaitable[None]]
 
 
 class ReadWriteLock:
@@ -179,6 +181,8 @@ class Store:
         """Called when the queue was deleted and made anew, so that its numbers mean other messages."""
         self.found: Callable[[str], object] = lambda stream: None
         """Called with each of its streams, as soon as it is known to be there."""
+        self.finish_writes: Finish = _nothing_to_finish
+        """Called with messages before they leave the streams to which they were sent; see :meth:`Records.finish`."""
 
     # ------------------------------------------------------------------------------------------------------- set-up
 
@@ -481,6 +485,7 @@ class Store:
         payload = record.encode()
         headers = dead_headers(dead, at, min(65_536, max(2_048, self.connection.max_payload - len(payload) - 1_024)))
         subject = self.names.to_dead + token_of(record.message_id)  # not by its dedup key, which is free now
+        await self.finish_writes([record])
         async with self.writing():
             added = await self.add(Add(subject, payload, 0, None, headers))
             fresh = added.sequence > 0
@@ -507,6 +512,10 @@ class Store:
         """Drop all messages of a stream, or of a subject. Return how many there were."""
         request = None if subject is None else {"filter": subject}
         return int((await self.api(f"STREAM.PURGE.{stream}", request))["purged"])
+
+
+async def _nothing_to_finish(messages: Iterable[StoredMessage]) -> None:
+    """Stand in for the records of a mailbox that has none yet."""
 
 
 def _stream_of(names: Names, subject: str) -> str:
