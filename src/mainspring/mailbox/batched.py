@@ -95,12 +95,16 @@ class Send(Command):
 
 @dataclass(eq=False, repr=False, slots=True)
 class Claim(Command):
-    """Lease what is there; results in deliveries. ``waits`` says that an empty result will be waited on."""
+    """Lease what is there; results in deliveries. ``waits`` says that an empty result will be waited on.
+
+    ``more``: nothing was found yet, as limits hold back so much of what came first, and another claim goes on from there.
+    """
 
     wakes_first: ClassVar[bool] = True
     limit: int
     visibility: float
     waits: bool
+    more: bool = field(default=False, init=False)
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -747,6 +751,9 @@ class BatchedBackend(CommandBackend):
         """Claim what is there. ``waits`` says that the caller waits if it finds nothing."""
         command = self.new_claim(limit, visibility, waits)
         found: list[ClaimedMessage] = await self.call(command)
+        while command.more and not self.waiters.closed:
+            command = self.new_claim(limit, visibility, waits)
+            found = await self.call(command)
         if found and self.waiters.closed:  # meanwhile
             self.undo(command)
             return []

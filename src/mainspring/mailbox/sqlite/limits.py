@@ -55,33 +55,51 @@ class Limitable(NamedTuple):
 
 @dataclass(slots=True)
 class StoredLimiter(Limiter):
-    """A limiter that is a row: that of a task, or (``key``) of one of its keys. ``row`` is what is written of it."""
+    """A limiter that is a row: that of a task, or (``key``) of one of its keys, with the limits that hold for it."""
 
-    mailbox: int = 0
-    task: str = ""
+    place: tuple[int, str, str] = (0, "", "")
+    """The key of its row: the mailbox, the task, and its name."""
     key: str | None = None
+    most: int | None = None
+    rate: Rate | None = None
     waiting: int = 0
     due: float | None = None
     """The instant for which messages wait at it."""
     row: tuple[Any, ...] | None = None
+    """What its row holds."""
+
+    def is_open(self, now: float) -> bool:
+        """True if it may give a permit."""
+        return self.opens_at(self.most, self.rate, now) <= now
 
     @property
-    def place(self) -> tuple[int, str, str]:
-        """The key of its row."""
-        return self.mailbox, self.task, "" if self.key is None else f"={self.key}"
+    def has_room(self) -> bool:
+        """True if fewer are in flight than it allows."""
+        return self.most is None or self.used - self.unclaimed < self.most
 
-    @property
-    def permit(self) -> int:
-        """Which permit it gives."""
-        return TASK if self.key is None else KEY
+    def read(self, used: int, unclaimed: int, spent: float | None, waiting: int, due: float | None, idle: Any) -> None:
+        """Take over what its row holds."""
+        self.used, self.unclaimed, self.waiting, self.due = used, unclaimed, waiting, due
+        self.spent_until = -math.inf if spent is None else spent
+        self.row = (used, unclaimed, spent, waiting, due, idle)
 
     def values(self, now: float) -> tuple[Any, ...] | None:
         """Return what its row is to hold; None if it has nothing to remember."""
         if not self.waiting and self.is_idle(now):
             return None
         spent = None if self.spent_until == -math.inf else self.spent_until
-        idle_at = None if self.used or self.waiting else spent
-        return self.used, self.unclaimed, spent, self.waiting, self.due, idle_at
+        return self.used, self.unclaimed, spent, self.waiting, self.due, None if self.used or self.waiting else spent
+
+
+class Entrant(NamedTuple):
+    """A message that is due, with the limits of its task."""
+
+    mailbox: int
+    rank: int
+    pos: float
+    seq: int
+    call: Limitable
+    state: LimitState
 
 
 class KnownLimits:
@@ -117,10 +135,14 @@ class WorkLimits:
         self._touched: dict[tuple[int, str, str], StoredLimiter] = {}
         self._left = AT_ONCE
         self._is_opened = False
-        self._new = 0
         self._changed: set[int] = set()
 
     # --------------------------------------------------------------------------------------------------- what holds
+
+    @property
+    def is_spent(self) -> bool:
+        """True if this transaction has given, or put back, as many as it may."""
+        return not self._left
 
     def of_mailbox(self, mailbox: int) -> States:
         """Return the limits of a mailbox; none: nothing in it is limited."""
@@ -147,59 +169,60 @@ class WorkLimits:
 
     # ------------------------------------------------------------------------------------------------------ messages
 
-    def enter(self, mailbox: int, rank: int, pos: float, seq: int, call: Limitable, state: LimitState) -> None:
-        """Let a message that is due get its permits: it becomes ready, or waits at a limiter.
+    def enter(self, entrants: list[Entrant]) -> int:
+        """Let messages that are due get their permits: they become ready, or wait at a limiter. Return how many are ready.
 
-        It is counted as pending already, but not as gained.
+        They are counted as pending already, but not as gained.
         """
-        permits = call.permits
-        for permit, key in ((KEY, call.key), (TASK, None)):
-            if permits & permit or (permit == KEY and (key is None or not state.limits.limits_keys)):
-                continue
-            limiter = self._limiter(mailbox, call.task, key)
-            if limiter.waiting or limiter.opens_at(*_bounds(state, limiter), self._work.wall) > self._work.wall:
-                self._work.execute(sql.ADD_WAITING, (*limiter.place, rank, pos, seq, permits))
-                self._work.delta(mailbox).waiting += 1
-                limiter.waiting += 1
-                self._touched[limiter.place] = limiter
-                return
-            limiter.give()
-            permits |= permit
-        self._work.execute(sql.ADD_READY, (mailbox, rank, pos, seq, permits))
-        self._work.delta(mailbox).gained += 1
+        wall = self._work.wall
+        ready: list[tuple[Any, ...]] = []
+        waiting: list[tuple[Any, ...]] = []
+        for mailbox, rank, pos, seq, call, state in entrants:
+            permits = call.permits
+            for permit, key in ((KEY, call.key), (TASK, None)):
+                if permits & permit or (permit == KEY and (key is None or not state.limits.limits_keys)):
+                    continue
+                limiter = self._limiter(mailbox, call.task, key)
+                if limiter.waiting or not limiter.is_open(wall):
+                    waiting.append((*limiter.place, rank, pos, seq, permits))
+                    limiter.waiting += 1
+                    self._touched[limiter.place] = limiter
+                    self._work.delta(mailbox).waiting += 1
+                    break
+                limiter.give()
+                permits |= permit
+            else:
+                ready.append((mailbox, rank, pos, seq, permits))
+                self._work.delta(mailbox).gained += 1
+        if ready:
+            self._work.many(sql.ADD_READY, ready)
+        if waiting:
+            self._work.many(sql.ADD_WAITING, waiting)
+        return len(ready)
 
-    def admits(self, mailbox: int, call: Limitable) -> bool:
-        """True if a ready message may be claimed: it has its permits, and the task has not too many out."""
+    def admit(self, mailbox: int, rank: int, pos: float, seq: int, call: Limitable | None) -> bool | None:
+        """True if a ready message is claimed. False if it entered anew: it lacks a permit, as the limits are newer than it, or
+        as many are in flight as the limits now allow. None: it is left as it is, as this is enough for one transaction.
+        """
         state = self.of_task(mailbox, call)
-        if state is None:
+        if call is None or state is None:
             return True
-        most = _most(state)
-        if not call.permits & TASK or (most is not None and self._limiter(mailbox, call.task).used > most) or most == 0:
-            return False
-        return bool(call.permits & KEY) or call.key is None or not state.limits.limits_keys
-
-    def put_back(self, mailbox: int, rank: int, pos: float, seq: int, call: Limitable) -> bool:
-        """Let a message that is ready, and may not be claimed, wait at its limiter. False if this is enough for now."""
-        state = self.of_task(mailbox, call)
-        if state is None or not self._left:
-            return False
+        own = self._limiter(mailbox, call.task)
+        key = self._limiter(mailbox, call.task, call.key) if call.permits & KEY else None
+        has_key = (call.key is None or not state.limits.limits_keys) if key is None else key.has_room
+        if has_key and call.permits & TASK and own.has_room:
+            for limiter in (own,) if key is None else (own, key):
+                limiter.claimed(limiter.rate, self._work.wall)
+                if limiter.waiting and limiter.rate is not None:  # it may be open for the next one
+                    self._touched[limiter.place] = limiter
+            return True
+        if not self._left:
+            return None
         self._left -= 1
         self._work.execute(sql.FORGET_READY, (mailbox, rank, pos, seq))
-        if call.permits & TASK:
-            self._end(self._limiter(mailbox, call.task), was_claimed=False)
-        self.enter(mailbox, rank, pos, seq, call._replace(permits=call.permits & KEY), state)
-        return True
-
-    def claimed(self, mailbox: int, calls: Iterable[Limitable | None]) -> None:
-        """Note that messages were claimed. Claims of a rate may open it for the next one."""
-        for call in calls:
-            state = self.of_task(mailbox, call)
-            if call is not None and state is not None:
-                for limiter in self._held(mailbox, call, call.permits):
-                    rate = _bounds(state, limiter)[1]
-                    limiter.claimed(rate, self._work.wall)
-                    if rate is not None and limiter.waiting:
-                        self._touched[limiter.place] = limiter
+        rest = self.left(mailbox, call, was_claimed=False, keeps=KEY if has_key else 0)
+        self.enter([Entrant(mailbox, rank, pos, seq, rest or call, state)])
+        return False
 
     def comes_again(self, mailbox: int, call: Limitable | None) -> None:
         """Note that a message which has kept permits is to be claimed again."""
@@ -212,14 +235,17 @@ class WorkLimits:
         if call is None or not call.permits or self.of_task(mailbox, call) is None:
             return call
         for limiter in self._held(mailbox, call, call.permits & ~keeps):
-            self._end(limiter, was_claimed=was_claimed)
+            limiter.end(was_claimed=was_claimed)
+            if limiter.waiting:
+                self._touched[limiter.place] = limiter
         return call._replace(permits=call.permits & keeps)
 
-    def waits_at(self, mailbox: int, rank: int, pos: float, seq: int, task: str, key: str | None) -> Limitable | None:
-        """Return the message with its permits if it waits at a limiter, None if it does not."""
-        place = (mailbox, task, "" if key is None else f"={key}", rank, pos, seq)
-        for name, permits in self._work.rows(sql.WAITS_AT, place):
-            return Limitable(task, key if name else None, None, permits)
+    def waits_at(
+        self, mailbox: int, rank: int, pos: float, seq: int, task: str, key: str | None
+    ) -> tuple[str, int] | None:
+        """Return the name of the limiter at which a message waits, and its permits, or None if it waits at none."""
+        for found in self._work.rows(sql.WAITS_AT, (mailbox, task, _name(key), rank, pos, seq)):
+            return found
         return None
 
     def leave(self, mailbox: int, rank: int, pos: float, seq: int, task: str, key: str | None) -> bool:
@@ -227,12 +253,13 @@ class WorkLimits:
         found = self.waits_at(mailbox, rank, pos, seq, task, key)
         if found is None:
             return False
-        limiter = self._limiter(mailbox, task, found.key)
+        name, permits = found
+        limiter = self._limiter(mailbox, task, key if name else None)
         self._work.execute(sql.FORGET_WAITING, (*limiter.place, rank, pos, seq))
         limiter.waiting -= 1
         self._touched[limiter.place] = limiter
         self._work.delta(mailbox).waiting -= 1
-        self.left(mailbox, Limitable(task, key, None, found.permits), was_claimed=False)
+        self.left(mailbox, Limitable(task, key, None, permits), was_claimed=False)
         return True
 
     def purge(self, mailbox: int) -> None:
@@ -256,93 +283,150 @@ class WorkLimits:
 
     def _held(self, mailbox: int, call: Limitable, permits: int) -> Iterator[StoredLimiter]:
         """Yield the limiters of these permits of a message."""
-        for permit, key in ((KEY, call.key), (TASK, None)):
-            if permits & permit and (limiter := self._limiter(mailbox, call.task, key)).used:
-                yield limiter
-
-    def _end(self, limiter: StoredLimiter, *, was_claimed: bool) -> None:
-        limiter.end(was_claimed=was_claimed)
-        if limiter.waiting:
-            self._touched[limiter.place] = limiter
+        if permits & KEY and (limiter := self._limiter(mailbox, call.task, call.key)).used:
+            yield limiter
+        if permits & TASK and (limiter := self._limiter(mailbox, call.task)).used:
+            yield limiter
 
     # ------------------------------------------------------------------------------------------------------ limiters
 
+    def read(self, mailbox: int, calls: Iterable[Limitable | None]) -> None:
+        """Read the limiters of these messages that are not known yet, all of a task by one statement."""
+        new: dict[str, dict[str, str | None]] = {}
+        for call in calls:
+            if call is not None and call.task in self.of_mailbox(mailbox):
+                for key in (call.key, None):
+                    if (mailbox, call.task, _name(key)) not in self._limiters:
+                        new.setdefault(call.task, {})[_name(key)] = key
+        for task, names in new.items():
+            for name, key in names.items():
+                self._limiters[mailbox, task, name] = self._new(mailbox, task, key)
+            for name, *row in self._work.rows(sql.LIMITERS, (mailbox, task, json.dumps(list(names)))):
+                self._limiters[mailbox, task, name].read(*row)
+
+    def _limiter(self, mailbox: int, task: str, key: str | None = None) -> StoredLimiter:
+        place = (mailbox, task, "" if key is None else "=" + key)
+        found = self._limiters.get(place)
+        if found is None:
+            found = self._limiters[place] = self._new(mailbox, task, key)
+            for row in self._work.rows(sql.LIMITER, place):
+                found.read(*row)
+        return found
+
+    def _new(self, mailbox: int, task: str, key: str | None) -> StoredLimiter:
+        state = self.of_mailbox(mailbox)[task]
+        most, rate = _most(state), state.limits.rate
+        if key is not None:
+            most, rate = state.limits.key_concurrency, state.limits.key_rate
+        return StoredLimiter(place=(mailbox, task, _name(key)), key=key, most=most, rate=rate)
+
     def open_due(self) -> None:
         """Let limiters give permits whose instant has come."""
-        for place in self._work.rows(sql.OPENED, (self._work.wall, AT_ONCE)):
-            limiter = self._limiter(place[0], place[1], place[2][1:] if place[2] else None)
+        for mailbox, task, name in self._work.rows(sql.OPENED, (self._work.wall, AT_ONCE)):
+            limiter = self._limiter(mailbox, task, name[1:] if name else None)
             self._touched[limiter.place] = limiter
         self._is_opened = True
 
     def give(self) -> None:
         """Give the permits that there are to the messages that wait for them, the first by priority and place."""
         while self._touched:
-            _, limiter = self._touched.popitem()
-            self._let_in(limiter)
+            touched, self._touched = self._touched, {}
+            entrants: list[Entrant] = []
+            gone: list[tuple[Any, ...]] = []
+            for limiter, rows in self._first_waiting(touched.values()):
+                let_in = self._let_in(limiter, rows)
+                entrants += let_in
+                gone += [(*limiter.place, *row[:3]) for row in rows[: len(let_in)]]
+            if gone:
+                self._left -= len(gone)
+                self._work.many(sql.FORGET_WAITING, gone)
+                self.enter(entrants)
+            for limiter in touched.values():
+                self._look_at(limiter)
 
-    def _let_in(self, limiter: StoredLimiter) -> None:
+    def _first_waiting(
+        self, limiters: Iterable[StoredLimiter]
+    ) -> Iterator[tuple[StoredLimiter, list[tuple[Any, ...]]]]:
+        """Yield limiters with the messages that come next there, as many as may have permits now."""
+        left = self._left
+        singles: dict[tuple[int, str], list[str]] = {}
+        for limiter in limiters:
+            many = min(left, self._how_many(limiter))
+            left -= many
+            if many == 1:
+                singles.setdefault(limiter.place[:2], []).append(limiter.place[2])
+            elif many:
+                yield limiter, self._work.rows(sql.FIRST_WAITING, (*limiter.place, many))
+        for (mailbox, task), names in singles.items():
+            for name, *row in self._work.rows(sql.FIRST_WAITING_OF, (json.dumps(names), mailbox, task)):
+                yield self._limiters[mailbox, task, name], [tuple(row)]
+
+    def _how_many(self, limiter: StoredLimiter) -> int:
+        """Return how many of the messages that wait at a limiter may have a permit now, at most."""
+        if not limiter.waiting or not limiter.is_open(self._work.wall):
+            return 0
+        many = limiter.waiting if limiter.rate is None else min(limiter.waiting, limiter.rate.burst - limiter.unclaimed)
+        return many if limiter.most is None else min(many, limiter.most - limiter.used)
+
+    def _let_in(self, limiter: StoredLimiter, rows: list[tuple[Any, ...]]) -> list[Entrant]:
+        """Give permits to messages that wait at a limiter, while it is open. Return those that go on."""
+        mailbox, task, _ = limiter.place
+        state = self.of_mailbox(mailbox)[task]
+        entrants = []
+        permit = TASK if limiter.key is None else KEY
+        for rank, pos, seq, permits in rows:
+            if not limiter.is_open(self._work.wall):
+                break
+            call = Limitable(task, limiter.key, None, permits | permit)
+            if permit == TASK and state.limits.limits_keys and not permits & KEY:
+                call = Limitable(task, self._work.value(sql.KEY_OF, (seq,)), None, permits | permit)
+            if permit == TASK and call.key is not None:  # it may not hold the one permit while it waits for the other
+                call = call._replace(permits=permits)
+            else:
+                limiter.give()
+            entrants.append(Entrant(mailbox, rank, pos, seq, call, state))
+        limiter.waiting -= len(entrants)
+        self._work.delta(mailbox).waiting -= len(entrants)
+        return entrants
+
+    def _look_at(self, limiter: StoredLimiter) -> None:
+        """Note when a limiter opens next, or that it has more to give at once."""
         wall = self._work.wall
-        state = self.of_mailbox(limiter.mailbox).get(limiter.task) or LimitState(limiter.task, TaskLimits())
-        most, rate = _bounds(state, limiter)
-        opens_at = limiter.opens_at(most, rate, wall)
-        while limiter.waiting and opens_at <= wall and self._left:
-            many = self._left if rate is None else min(self._left, rate.burst)
-            many = many if most is None else min(many, most - limiter.used)
-            given = []
-            for row in self._work.rows(sql.FIRST_WAITING, (*limiter.place, many)):
-                if opens_at <= wall:
-                    given.append(row)
-                    limiter.give()
-                    opens_at = limiter.opens_at(most, rate, wall)
-            self._take(limiter, given, state)
-        limiter.due = None if not limiter.waiting or opens_at == math.inf else max(opens_at, wall)
-
-    def _take(self, limiter: StoredLimiter, given: list[tuple[Any, ...]], state: LimitState) -> None:
-        """Take messages that have got their permits away from their limiter."""
-        self._left -= len(given)
-        limiter.waiting -= len(given)
-        self._work.delta(limiter.mailbox).waiting -= len(given)
-        self._work.execute(sql.TAKE_WAITING, (*limiter.place, *given[-1][:3]))
-        for rank, pos, seq, permits in given:
-            call = Limitable(limiter.task, limiter.key, None, permits | limiter.permit)
-            self.enter(limiter.mailbox, rank, pos, seq, call, state)
-
-    def _limiter(self, mailbox: int, task: str, key: str | None = None) -> StoredLimiter:
-        place = (mailbox, task, "" if key is None else f"={key}")
-        found = self._limiters.get(place)
-        if found is None:
-            found = self._limiters[place] = StoredLimiter(mailbox=mailbox, task=task, key=key)
-            for used, unclaimed, spent, waiting, due, idle_at in self._work.rows(sql.LIMITER, place):
-                found.used, found.unclaimed, found.waiting, found.due = used, unclaimed, waiting, due
-                found.spent_until = -math.inf if spent is None else spent
-                found.row = (used, unclaimed, spent, waiting, due, idle_at)
-        return found
+        opens_at = limiter.opens_at(limiter.most, limiter.rate, wall)
+        if not limiter.waiting or opens_at == math.inf:
+            limiter.due = None
+        else:
+            limiter.due = max(opens_at, wall)
+            if opens_at <= wall and self._left:
+                self._touched[limiter.place] = limiter
 
     def flush(self) -> None:
         """Give permits, and write the limiters that have changed."""
         self.give()
         work = self._work
+        changed = [limiter for limiter in self._limiters.values() if limiter.values(work.wall) != limiter.row]
+        written, dropped = [], []
         soonest = math.inf
-        dropped = set()
-        for limiter in self._limiters.values():
+        added = 0
+        for limiter in changed:
             values = limiter.values(work.wall)
-            if values == limiter.row:
-                continue
-            if values is None:
-                work.execute(sql.DROP_LIMITER, limiter.place)
-                dropped.add((limiter.mailbox, limiter.task))
-            else:
-                work.execute(sql.WRITE_LIMITER, (*limiter.place, *values))
-                self._new += limiter.row is None
-                soonest = min(soonest, math.inf if limiter.due is None else limiter.due)
+            added += limiter.row is None
             limiter.row = values
-        for mailbox, task in dropped:
-            state = self.of_mailbox(mailbox).get(task)
-            if state is not None and not _is_set(state):  # it was taken back, and the last permit has ended
+            if values is None:
+                dropped.append(limiter.place)
+            else:
+                written.append((*limiter.place, *values))
+                soonest = min(soonest, math.inf if limiter.due is None else limiter.due)
+        if written:
+            work.many(sql.WRITE_LIMITER, written)
+        if dropped:
+            work.many(sql.DROP_LIMITER, dropped)
+        for mailbox, task in {place[:2] for place in dropped}:
+            state = self.of_mailbox(mailbox)[task]
+            if not _is_set(state):  # it was taken back, and the last permit may have ended
                 self._write(mailbox, state)
-        if self._new:  # as many may go as have come
-            work.execute(sql.DROP_IDLE, (work.wall, 2 * self._new))
-            self._new = 0
+        if added:  # as many may go as have come
+            work.execute(sql.DROP_IDLE, (work.wall, 2 * added))
         if self._is_opened:
             self._is_opened = False
             work.opens = work.value(sql.FIRST_OPENING)
@@ -437,10 +521,9 @@ def _most(state: LimitState) -> int | None:
     return 0 if state.paused else state.most
 
 
-def _bounds(state: LimitState, limiter: StoredLimiter) -> tuple[int | None, Rate | None]:
-    """Return the concurrency and the rate of a limiter."""
-    limits = state.limits
-    return (_most(state), limits.rate) if limiter.key is None else (limits.key_concurrency, limits.key_rate)
+def _name(key: str | None) -> str:
+    """Return the name of a limiter among those of its task."""
+    return "" if key is None else f"={key}"
 
 
 def _text_of(limits: TaskLimits) -> str:

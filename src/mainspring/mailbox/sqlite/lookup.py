@@ -17,7 +17,7 @@ from mainspring.mailbox.message import (
 )
 from mainspring.mailbox.sqlite import schema as sql
 from mainspring.mailbox.sqlite.limits import Limitable
-from mainspring.mailbox.sqlite.unit_of_work import UnitOfWork, enqueue, leave_delayed, leave_line
+from mainspring.mailbox.sqlite.unit_of_work import UnitOfWork, enqueue, leave_line
 
 if TYPE_CHECKING:
     from mainspring.mailbox.batched import Cancel
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Spot(NamedTuple):
-    """Where an unfinished message is: due ``at``, or claimed ``at``; its ``lease``, and its permits if it waits no more."""
+    """Where an unfinished message is: due ``at``, or claimed ``at``; its ``lease``, and its permits if it is not pending."""
 
     place: MessagePlace
     at: float | None = None
@@ -95,11 +95,11 @@ def _end(
     seq, _, _, task, key = row
     spot = spot_of(work, mailbox, *row)
     outcome = CancelOutcome.REMOVED
+    if work.limits is not None:
+        work.limits.left(mailbox, Limitable.of(task, key, weight, spot.permits), was_claimed=True)
     if spot.place is MessagePlace.IN_FLIGHT:
         outcome = CancelOutcome.CANCELLED
         work.execute(sql.DROP_LEASE, (spot.lease,))
-        if work.limits is not None:
-            work.limits.left(mailbox, Limitable.of(task, key, weight, spot.permits), was_claimed=True)
         work.delta(mailbox).in_flight -= 1
         work.cancelled.append((mailbox, command.message_id))
     else:
@@ -134,7 +134,8 @@ def _move(
         return RescheduleOutcome.IN_FLIGHT
     if command.delay or spot.place is MessagePlace.DELAYED:
         _take_out(work, mailbox, spot, expires, *row)
-        enqueue(work, mailbox, seq, rank, expires, Limitable.of(task, key, weight, None), delay=command.delay)
+        call = Limitable.of(task, key, weight, spot.permits)
+        enqueue(work, mailbox, seq, rank, expires, call, delay=command.delay)
     return RescheduleOutcome.RESCHEDULED
 
 
@@ -165,7 +166,8 @@ def _take_out(
     if expires is not None:
         work.execute(sql.NOT_EXPIRING, (expires, seq))
     if spot.place is MessagePlace.DELAYED and spot.at is not None:
-        leave_delayed(work, mailbox, seq, spot.at, task, key)
+        work.execute(sql.FORGET_DELAYED, (spot.at, seq))
+        work.delta(mailbox).delayed -= 1
         return
     pos = seq if place is None else place
     if not leave_line(work, mailbox, seq, rank, pos, task, key):  # without a task, it is behind that once it came back

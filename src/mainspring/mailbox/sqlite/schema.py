@@ -298,7 +298,8 @@ ENDED_LEASES = """SELECT l.lease, l.mailbox, l.seq, l.claimed_at, m.rank, m.expi
     FROM leases AS l CROSS JOIN messages AS m ON m.seq = l.seq WHERE l.until <= ? ORDER BY l.until, l.lease LIMIT ?"""
 DUE = """SELECT d.due, d.seq, d.mailbox, m.rank, m.expires_at, m.task, m.key, m.weight, d.permits
     FROM delayed AS d CROSS JOIN messages AS m ON m.seq = d.seq WHERE d.due <= ? ORDER BY d.due, d.seq LIMIT ?"""
-EXPIRED = """SELECT e.expires_at, e.seq, e.pos, e.due, m.mailbox, m.rank, m.task, m.key
+EXPIRED = """SELECT e.expires_at, e.seq, e.pos, e.due, m.mailbox, m.rank, m.task, m.key,
+    (SELECT d.permits FROM delayed AS d WHERE d.due = e.due AND d.seq = e.seq)
     FROM expiring AS e CROSS JOIN messages AS m ON m.seq = e.seq WHERE e.expires_at <= ? ORDER BY 1, 2 LIMIT ?"""
 
 _NO_MESSAGE = "seq NOT IN (SELECT seq FROM messages)"
@@ -325,6 +326,8 @@ ADD_DELAYED = "INSERT INTO delayed VALUES (?, ?, ?, ?)"
 ADD_EXPIRING = "INSERT INTO expiring VALUES (?, ?, ?, ?)"
 FIRST_PLACE = "SELECT pos FROM ready WHERE mailbox = ? AND rank = ? ORDER BY pos LIMIT 1"
 LAST_OF_KEY = "SELECT max(place) FROM messages WHERE mailbox = ? AND key = ? AND task = ? AND rank = ?"
+LAST_OF_KEYS = """SELECT value, (SELECT max(place) FROM messages WHERE mailbox = ? AND key = value AND task = ? AND rank = ?)
+    FROM json_each(?)"""
 SET_PLACE = "UPDATE messages SET place = ? WHERE seq = ?"
 
 # ---------------------------------------------------------------------------------------------------------- receiving
@@ -452,6 +455,8 @@ USED_BY_TASK = "SELECT task, sum(iif(name = '', used, 0)), sum(waiting) FROM lim
 
 _LIMITER = "mailbox = ? AND task = ? AND name = ?"
 LIMITER = f"SELECT used, unclaimed, spent_until, waiting, opens_at, idle_at FROM limiters WHERE {_LIMITER}"
+LIMITERS = f"""SELECT name, used, unclaimed, spent_until, waiting, opens_at, idle_at FROM limiters
+    WHERE mailbox = ? AND task = ? AND name {_GIVEN}"""
 ANY_LIMITER = "SELECT 1 FROM limiters WHERE mailbox = ? AND task = ? LIMIT 1"
 WRITE_LIMITER = "REPLACE INTO limiters VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 DROP_LIMITER = f"DELETE FROM limiters WHERE {_LIMITER}"
@@ -463,7 +468,11 @@ FIRST_OPENING = "SELECT min(opens_at) FROM limiters WHERE opens_at IS NOT NULL"
 
 ADD_WAITING = "INSERT INTO waiting VALUES (?, ?, ?, ?, ?, ?, ?)"
 FIRST_WAITING = f"SELECT rank, pos, seq, permits FROM waiting WHERE {_LIMITER} ORDER BY rank, pos, seq LIMIT ?"
-TAKE_WAITING = f"DELETE FROM waiting WHERE {_LIMITER} AND (rank, pos, seq) <= (?, ?, ?)"
+FIRST_WAITING_OF = """SELECT w.name, w.rank, w.pos, w.seq, w.permits FROM json_each(?) AS j CROSS JOIN waiting AS w
+    ON w.mailbox = ? AND w.task = ? AND w.name = j.value AND (w.rank, w.pos, w.seq) = (
+        SELECT f.rank, f.pos, f.seq FROM waiting AS f WHERE f.mailbox = w.mailbox AND f.task = w.task AND f.name = j.value
+        ORDER BY f.rank, f.pos, f.seq LIMIT 1)"""
+KEY_OF = "SELECT key FROM messages WHERE seq = ?"
 WAITS_AT = """SELECT name, permits FROM waiting
     WHERE mailbox = ? AND task = ? AND name IN ('', ?) AND rank = ? AND pos = ? AND seq = ?"""
 FORGET_WAITING = f"DELETE FROM waiting WHERE {_LIMITER} AND rank = ? AND pos = ? AND seq = ?"

@@ -218,12 +218,14 @@ def _claim(work: UnitOfWork, commands: list[batched.Claim]) -> None:
     for (mailbox, visibility), claims in alike.items():
         limit = sum(claim.limit for claim in claims)
         deliveries = _lease(work, mailbox, limit, visibility)
-        if len(deliveries) < limit:
+        is_cut_short = work.limits is not None and work.limits.is_spent
+        if len(deliveries) < limit and not is_cut_short:
             work.exhausted(mailbox)
         start = 0
         for claim in claims:
             claim.result = deliveries[start : start + claim.limit]
             start += claim.limit
+            claim.more = is_cut_short and not claim.result
             if claim.waits and not claim.result:
                 work.empty.add(mailbox)
 
@@ -243,10 +245,9 @@ def _lease(work: UnitOfWork, mailbox: int, limit: int, visibility: float) -> lis
     work.execute(sql.TAKE_UP_TO, (mailbox, *rows[-1][:3]))
     if work.changes() != found:  # some places were those of no message, and have leases that belong to others
         work.execute(sql.DROP_LEASES_FROM, (lease,))
-        permits = [None] * found if limits is None else [row[-2] for row in rows]
         places = [
-            (lease + at, mailbox, row[2], row[1], until, wall, permit)
-            for at, (row, permit) in enumerate(zip(rows, permits, strict=True), 1)
+            (lease + at, mailbox, row[2], row[1], until, wall, None if limits is None else row[-2])
+            for at, row in enumerate(rows, 1)
         ]
         work.many(sql.ADD_LEASE, places)
     work.tick += found
@@ -269,8 +270,6 @@ def _lease(work: UnitOfWork, mailbox: int, limit: int, visibility: float) -> lis
         deliveries.append(delivery)
     if expiring:
         work.many(sql.NOT_EXPIRING, expiring)
-    if limits is not None:
-        limits.claimed(mailbox, map(_limitable, rows))
     return deliveries
 
 
@@ -289,19 +288,21 @@ def _first_ready(work: UnitOfWork, mailbox: int, limit: int, statement: str = sq
 def _first_admitted(work: UnitOfWork, limits: WorkLimits, mailbox: int, limit: int) -> list[tuple[Any, ...]]:
     """Return the first messages that may be claimed. Those before them that may not go back to their limiters."""
     limit = limits.room(mailbox, limit)
-    while limit > 0:
+    admitted: dict[int, tuple[Any, ...]] = {}
+    is_short = limit > 0
+    while is_short:
         rows = _first_ready(work, mailbox, limit, sql.FIRST_LIMITED)
-        for at, row in enumerate(rows):
-            call = _limitable(row)
-            if call is None or limits.admits(mailbox, call):
-                continue
+        limits.read(mailbox, map(_limitable, rows))
+        is_short = False
+        for row in rows:
             rank, pos, seq, *_ = row
-            if not limits.put_back(mailbox, rank, pos, seq, call):  # enough for one transaction
-                return rows[:at]
-            break
-        else:
-            return rows
-    return []
+            is_admitted = seq in admitted or limits.admit(mailbox, rank, pos, seq, _limitable(row))
+            if is_admitted is None:
+                return list(admitted.values())
+            if is_admitted:
+                admitted[seq] = row
+            is_short = is_short or not is_admitted
+    return list(admitted.values())
 
 
 def _limitable(row: tuple[Any, ...]) -> Limitable | None:
@@ -347,8 +348,10 @@ def _acknowledge(work: UnitOfWork, commands: list[JoiningAcknowledge]) -> None:
         if held < len(acks):
             given = _json_list(_only_held(work, mailbox, given, acks))
         if work.limits is not None:
-            for task, key, permits in work.rows(sql.PERMITS_HELD, (given,)):
-                work.limits.left(mailbox, Limitable(task, key, None, permits), was_claimed=True)
+            calls = [Limitable(task, key, None, out) for task, key, out in work.rows(sql.PERMITS_HELD, (given,))]
+            work.limits.read(mailbox, calls)
+            for call in calls:
+                work.limits.left(mailbox, call, was_claimed=True)
         work.execute(sql.DROP_MESSAGES_LEASED, (given,))
         work.execute(sql.DROP_LEASES, (given,))
         delta = work.delta(mailbox)

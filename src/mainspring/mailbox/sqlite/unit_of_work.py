@@ -12,14 +12,13 @@ from mainspring.mailbox.limiters import Blocks
 from mainspring.mailbox.limits import dropped, full
 from mainspring.mailbox.message import EXPIRED
 from mainspring.mailbox.sqlite import schema as sql
-from mainspring.mailbox.sqlite.limits import Limitable, WorkLimits
+from mainspring.mailbox.sqlite.limits import Entrant, Limitable, WorkLimits
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from apsw import Connection
 
-    from mainspring.mailbox.limiters import LimitState
     from mainspring.mailbox.message import Dead, Envelope
     from mainspring.mailbox.sqlite.limits import KnownLimits
 
@@ -77,7 +76,7 @@ class UnitOfWork:
         self.opens: float | None
         self.limits: WorkLimits | None = None
         self._places: dict[tuple[int, int], float] = {}
-        self._shares: dict[tuple[int, str, str, int], float] = {}
+        self._shares: dict[tuple[int, str, str, int], float | None] = {}
         head = self.rows(sql.HEAD)
         if not head:
             raise MailboxError(
@@ -170,14 +169,24 @@ class UnitOfWork:
             rows = self.rows(sql.FIRST_PLACE, (mailbox, rank))
             first = self._places[mailbox, rank] = rows[0][0] if rows else self.tick
         share = (mailbox, key, call.task, rank)
-        last = self._shares.get(share)
-        if last is None:
-            last = self.value(sql.LAST_OF_KEY, share)
+        if share not in self._shares:
+            self._shares[share] = self.value(sql.LAST_OF_KEY, share)
+        last = self._shares[share]
         place = first
         if last is not None:
             place = max(first, last + (1 if call.weight is None else 1 / call.weight))
         self._shares[share] = place
         return place
+
+    def read_shares(self, mailbox: int, envelopes: Iterable[Envelope]) -> None:
+        """Read the last places of the keys of these messages, all of a task by one statement."""
+        keys: dict[tuple[str, int], dict[str, None]] = {}
+        for e in envelopes:
+            if e.key is not None and e.task is not None:
+                keys.setdefault((e.task, -e.priority), {})[e.key] = None
+        for (task, rank), names in keys.items():
+            for key, last in self.rows(sql.LAST_OF_KEYS, (mailbox, task, rank, json.dumps(list(names)))):
+                self._shares.setdefault((mailbox, key, task, rank), last)
 
     def exhausted(self, mailbox: int) -> None:
         """Note that nothing is pending there any more."""
@@ -286,9 +295,7 @@ def enqueue(
 ) -> None:
     """Let a message wait: at ``pos`` of the queue, at its tail, or ``delay`` seconds first."""
     if expires_at is not None and expires_at <= work.wall:
-        if work.limits is not None:
-            work.limits.left(mailbox, call, was_claimed=True)
-        work.dead_letter(mailbox, seq, EXPIRED, 0, None)
+        work.dead_letter(mailbox, seq, EXPIRED, 0, None, permits=_kept_by_dead(work, mailbox, call))
         return
     due = work.wall + delay if delay else None
     if due is None:
@@ -317,7 +324,7 @@ def line_up(work: UnitOfWork, mailbox: int, seq: int, rank: int, pos: float, cal
     else:
         delta.pending += 1
         limits.comes_again(mailbox, call)
-        limits.enter(mailbox, rank, pos, seq, call, state)
+        limits.enter([Entrant(mailbox, rank, pos, seq, call, state)])
 
 
 def leave_line(
@@ -368,22 +375,24 @@ def expire(work: UnitOfWork, limit: int) -> None:
     expired = work.rows(sql.EXPIRED, (work.wall, limit))
     if not expired:
         work.execute(sql.EXPIRIES_OF_NONE, (work.wall,))
-    for expires_at, seq, pos, due, mailbox, rank, task, key in expired:
+    for expires_at, seq, pos, due, mailbox, rank, task, key, permits in expired:
         if due is None:
             expire_pending(work, mailbox, rank, pos, seq, expires_at, task, key)
         else:
             work.execute(sql.NOT_EXPIRING, (expires_at, seq))
-            leave_delayed(work, mailbox, seq, due, task, key)
-            work.dead_letter(mailbox, seq, EXPIRED, 0, None, expires_at)
+            work.execute(sql.FORGET_DELAYED, (due, seq))
+            work.delta(mailbox).delayed -= 1
+            kept = _kept_by_dead(work, mailbox, Limitable.of(task, key, None, permits))
+            work.dead_letter(mailbox, seq, EXPIRED, 0, None, expires_at, kept)
 
 
-def leave_delayed(work: UnitOfWork, mailbox: int, seq: int, due: float, task: str | None, key: str | None) -> None:
-    """Take a message from the delayed ones; it may have the permit of its key, as it was to be tried again."""
-    if work.limits is not None and task is not None:
-        for _, permits in work.rows(sql.DUE_OF, (seq,)):
-            work.limits.left(mailbox, Limitable.of(task, key, None, permits), was_claimed=True)
-    work.execute(sql.FORGET_DELAYED, (due, seq))
-    work.delta(mailbox).delayed -= 1
+def _kept_by_dead(work: UnitOfWork, mailbox: int, call: Limitable | None) -> int | None:
+    """End the permits of a message that was to be tried again and has expired. Return what it keeps as a dead letter."""
+    if call is None or work.limits is None:
+        return None
+    keeps = work.limits.keeps(mailbox, call, Blocks.DEAD)
+    kept = work.limits.left(mailbox, call, was_claimed=True, keeps=keeps)
+    return None if kept is None else kept.permits
 
 
 def expire_pending(
@@ -424,7 +433,7 @@ class Inserts:
         self._ready: list[tuple[int, int, float, int, None]] | None = None
         self._delayed: list[tuple[float, int, int, None]] = []
         self._expiring: list[tuple[float, int, float | None, float | None]] = []
-        self._limited: list[tuple[int, int, float, int, Limitable, LimitState]] = []
+        self._limited: list[Entrant] = []
 
     def add(self, mailbox: int, envelopes: list[Envelope]) -> list[str]:
         """Take messages, to be written by :meth:`write`; their ids, or those of unfinished ones with the same keys."""
@@ -433,6 +442,8 @@ class Inserts:
         values = self._values
         ids = []
         first = work.tick
+        if len(envelopes) > 1:
+            work.read_shares(mailbox, envelopes)
         for e in envelopes:
             key = e.dedup_key
             if key is not None:
@@ -493,8 +504,9 @@ class Inserts:
         if self._expiring:
             work.many(sql.ADD_EXPIRING, self._expiring)
         if work.limits is not None:
-            for message in self._limited:
-                work.limits.enter(*message)
+            for mailbox in {entrant.mailbox for entrant in self._limited}:
+                work.limits.read(mailbox, (entrant.call for entrant in self._limited if entrant.mailbox == mailbox))
+            work.limits.enter(self._limited)
 
     def _last(self) -> int:
         """Return the number of the last message."""
@@ -528,7 +540,8 @@ class Inserts:
         state = None if limits is None else limits.of_task(mailbox, call)
         if state is not None:
             self._list_ready()
-            self._limited.append((mailbox, -envelope.priority, seq if place is None else place, seq, call, state))
+            pos = seq if place is None else place
+            self._limited.append(Entrant(mailbox, -envelope.priority, pos, seq, call, state))
             work.delta(mailbox).gained -= 1  # it is counted as ready with its neighbours
         return place
 
@@ -556,7 +569,7 @@ class Inserts:
             delta.delayed += 1
             delta.gain(-1)  # it is counted as pending with its neighbours
             work.due_at(due)
-        elif self._ready is not None and not (self._limited and self._limited[-1][3] == seq):
+        elif self._ready is not None and not (self._limited and self._limited[-1].seq == seq):
             self._ready.append((mailbox, -envelope.priority, pos, seq, None))
         if envelope.expires_in is None:
             return None
