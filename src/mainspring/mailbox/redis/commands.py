@@ -126,10 +126,10 @@ def head_of(envelope: Envelope) -> bytes:
 
 
 def task_of(envelope: Envelope) -> bytes:
-    """Return what is kept of a message's task: weight, task and key, as ``lua/limits.lua`` says; nothing if it has none."""
+    """Return what is kept of a message's task: weight and limiter, as ``lua/limits.lua`` says; nothing if it has none."""
     if envelope.task is None:
         return b""
-    key = b"" if envelope.key is None else b"k" + encoded(envelope.key)
+    key = b"t" if envelope.key is None else b"k" + named(envelope.key)
     return b"%b %b%b" % (repr(float(envelope.weight)).encode(), named(envelope.task), key)
 
 
@@ -145,7 +145,7 @@ def read_key(about: bytes | None) -> str | None:
         return None
     size, _, rest = about.split(b" ", 5)[5].partition(b":")
     key = rest[int(size) :]
-    return key[1:].decode("utf-8", "surrogatepass") if key else None
+    return key.partition(b":")[2].decode("utf-8", "surrogatepass") if key[:1] == b"k" else None
 
 
 def read_message(value: bytes) -> tuple[float, bytes | None, str | None, Mapping[str, str]]:

@@ -2,8 +2,8 @@
 -- mainspring.mailbox.limiters.
 --
 -- A message that has a task has an entry in `more`: permits (1: of its key, 2: of its task, 3: both) " " rank " " place " " time of
--- sending " " weight " " task ["k" key]. In names a task or a key is written as its length ":" itself. A limiter is called by its
--- task and "t", or by its task, "k" and its key.
+-- sending " " weight " " limiter. In names a task or a key is written as its length ":" itself. The limiter of a task is called by
+-- that and "t", and that of a key by the task, "k" and the key. A message with a key has the name of the latter in its entry.
 --
 --   limiters   'l' limiter -> permits that are out " " those of them that are unclaimed " " until when the rate is spent;
 --              's' rank " " task and key -> the last place of the key
@@ -37,38 +37,40 @@ local function read_name(from_text, from)
 end
 
 local function read_entry(id, about)
-  local permits, rank, place, sent, tail = string.match(about, '^(%d) (%-?%d+) (%d+) (%d+) (.*)$')
-  local _, at = string.find(tail, ' ', 1, true)
-  local task, ends = read_name(tail, at + 1)
-  local entry = {
-    id = id, permits = tonumber(permits), rank = rank, place = place, sent = sent, weight = tonumber(string.sub(tail, 1, at - 1)),
-    task = task, tail = tail,
+  local permits, rank, place, weight, name, size = string.match(about, '^(%d) (%-?%d+) (%d+) %d+ (%S+) ((%d+):.*)$')
+  local ends, has_key = string.len(size) + 1 + tonumber(size), nil
+  has_key = string.byte(name, ends + 1) == 107 -- "k"
+  return {
+    id = id, about = about, permits = tonumber(permits), stored = tonumber(permits), rank = rank, place = place, weight = weight,
+    written = string.sub(name, 1, ends), task = string.sub(name, string.len(size) + 2, ends), key = has_key and string.sub(name, ends + 2),
+    [OF_KEY] = has_key and name,
   }
-  if string.len(tail) > ends then
-    entry.key = string.sub(tail, ends + 2)
-  end
-  entry.stored = entry.permits
-  return entry
 end
 
 local function text_of(entry)
-  return table.concat({ entry.permits, entry.rank, entry.place, entry.sent, entry.tail }, ' ')
+  return entry.permits .. string.sub(entry.about, 2)
 end
 
-local function store(box, entry)
-  if entry.permits ~= entry.stored then
-    redis.call('HSET', box.more, 't' .. entry.id, text_of(entry))
-    entry.stored = entry.permits
+-- Store the permits of messages, as far as they have changed.
+local function store(box, entries)
+  local changed = {}
+  for _, entry in ipairs(entries) do
+    if entry.permits ~= entry.stored then
+      changed[#changed + 1] = 't' .. entry.id
+      changed[#changed + 1] = text_of(entry)
+      entry.stored = entry.permits
+    end
   end
+  bulk('HSET', box.more, changed)
 end
 
 -- Where a message is listed.
 local function listed_at(entry)
-  local task, spot = named(entry.task), entry.place .. entry.id
+  local spot = entry.written .. entry.place .. entry.id
   if entry.key then
-    return 't' .. task .. spot, 'k' .. named(entry.key) .. task .. spot
+    return 't' .. spot, 'k' .. entry.key .. spot
   end
-  return 't' .. task .. spot
+  return 't' .. spot
 end
 
 -- The limits of a task, or false.
@@ -108,9 +110,51 @@ end
 
 -- --------------------------------------------------------------------------------------------------------- limiters
 
+-- The name of the limiter of a permit.
 local function name_of(entry, which)
-  local name = named(entry.task)
-  return which == OWN and name .. 't' or name .. 'k' .. named(entry.key)
+  entry[which] = entry[which] or entry.written .. 't'
+  return entry[which]
+end
+
+local function holds(entry, which)
+  return entry.permits == which or entry.permits == 3
+end
+
+-- Read limiters that are not known yet, by their names.
+local function fetch(box, names)
+  local wanted, list = {}, {}
+  for name in pairs(names) do
+    if not box.known[name] then
+      list[#list + 1] = name
+      wanted[#list] = 'l' .. name
+    end
+  end
+  for i, stored in ipairs(list[1] and look_up('HMGET', box.limiters, wanted) or {}) do
+    local used, unclaimed, spent = string.match(stored or '', '^(%d+) (%d+) (%d+)$')
+    box.known[list[i]] = {
+      used = tonumber(used) or 0, unclaimed = tonumber(unclaimed) or 0, spent = tonumber(spent) or 0, is_stored = stored,
+    }
+  end
+end
+
+-- The same of those that messages have permits of, or may get (`all`).
+local function fetch_for(box, entries, all)
+  local names = {}
+  for _, entry in ipairs(entries) do
+    for which = OF_KEY, OWN do
+      if holds(entry, which) or all and (which == OWN or entry.key) then
+        names[name_of(entry, which)] = true
+      end
+    end
+  end
+  fetch(box, names)
+end
+
+local function limiter(box, name)
+  if not box.known[name] then
+    fetch(box, { [name] = true })
+  end
+  return box.known[name]
 end
 
 -- The place of the first in line of a rank: of those that are ready, and of those that wait for a permit of the task.
@@ -128,13 +172,13 @@ local function first_place(box, rank, task)
   return box.first[key]
 end
 
--- Look at some fields of `limiters` that may have nothing to say any more.
-local function tidy(box)
-  if redis.call('HLEN', box.limiters) < TOO_MANY then
+-- Look at some fields of `limiters` that may have nothing to say any more, one for each new one.
+local function tidy(box, new)
+  if new == 0 or redis.call('HLEN', box.limiters) < TOO_MANY then
     return
   end
   local cursor = redis.call('HGET', box.state, 'tidied') or '0'
-  local scanned = redis.call('HSCAN', box.limiters, cursor, 'COUNT', 10)
+  local scanned = redis.call('HSCAN', box.limiters, cursor, 'COUNT', new)
   local gone = {}
   for i = 1, #scanned[2], 2 do
     local field, value = scanned[2][i], scanned[2][i + 1]
@@ -146,7 +190,7 @@ local function tidy(box)
       end
     else
       local used, _, spent = string.match(value, '^(%d+) (%d+) (%d+)$')
-      if used == '0' and tonumber(spent) <= now and not box.known[string.sub(field, 2)] then
+      if used == '0' and tonumber(spent) <= now then
         gone[#gone + 1] = field
       end
     end
@@ -155,34 +199,14 @@ local function tidy(box)
   redis.call('HSET', box.state, 'tidied', scanned[1])
 end
 
-local function limiter(box, name)
-  local one = box.known[name]
-  if not one then
-    local stored = redis.call('HGET', box.limiters, 'l' .. name)
-    local used, unclaimed, spent = string.match(stored or '', '^(%d+) (%d+) (%d+)$')
-    one = { used = tonumber(used) or 0, unclaimed = tonumber(unclaimed) or 0, spent = tonumber(spent) or 0, stored = stored }
-    box.known[name] = one
-  end
-  return one
-end
-
 -- The limiter of a permit, how many it may have out, and its rate.
-local function bounds(box, entry, which, name)
+local function bounds(box, entry, which)
   local declared = limits_of(box, entry.task) or {}
-  local one = limiter(box, name or name_of(entry, which))
+  local one = limiter(box, name_of(entry, which))
   if which == OWN then
     return one, declared.most, declared.rate
   end
   return one, declared.key_most, declared.key_rate
-end
-
-local function each_held(entry, visit)
-  if entry.permits % 2 == 1 then
-    visit(OF_KEY)
-  end
-  if entry.permits >= OWN then
-    visit(OWN)
-  end
 end
 
 -- When a limiter gives its next permit: NEVER, if not until one ends or is claimed.
@@ -207,21 +231,23 @@ local function open_at(box, name, when)
 end
 
 local function count_claim(box, entry)
-  each_held(entry, function(which)
-    local name = name_of(entry, which)
-    local one, _, rate = bounds(box, entry, which, name)
-    one.unclaimed, one.changed = math.max(one.unclaimed - 1, 0), true
-    if rate then
-      one.spent = math.max(one.spent, now) + rate.interval
-      box.touched[name] = true
+  for which = OF_KEY, OWN do
+    if holds(entry, which) then
+      local name = name_of(entry, which)
+      local one, _, rate = bounds(box, entry, which)
+      one.unclaimed, one.changed = math.max(one.unclaimed - 1, 0), true
+      if rate then
+        one.spent = math.max(one.spent, now) + rate.interval
+        box.touched[name] = true
+      end
     end
-  end)
+  end
 end
 
--- End the permits of a message, but for those of `kept`.
+-- End the permits of a message, but for that of `kept`.
 local function take_back(box, entry, kept, was_claimed)
-  each_held(entry, function(which)
-    if which ~= kept then
+  for which = OF_KEY, OWN do
+    if which ~= kept and holds(entry, which) then
       local name = name_of(entry, which)
       local one = limiter(box, name)
       one.used, one.changed = math.max(one.used - 1, 0), true
@@ -230,7 +256,7 @@ local function take_back(box, entry, kept, was_claimed)
       end
       box.touched[name] = true
     end
-  end)
+  end
   entry.permits = kept == OF_KEY and entry.permits % 2 or 0
 end
 
@@ -240,107 +266,138 @@ local function kept_by(box, entry, event)
   return declared and (declared.blocks == 'dead' or declared.blocks == event) and OF_KEY or 0
 end
 
-local function behind_name(entry, place)
-  return rank_code(entry.rank) .. place .. entry.id
-end
-
 local function first_waiting(box, name, most)
+  if box.none_wait == nil then
+    box.none_wait = redis.call('ZCARD', box.waits) == 0
+  end
+  if box.none_wait then
+    return {}
+  end
   return redis.call('ZRANGE', box.waits, '[' .. name, '(' .. name .. ':', 'BYLEX', 'LIMIT', 0, most)
 end
 
 local function lacks_key(entry, declared)
-  return entry.key and declared.limits_keys and entry.permits % 2 == 0
+  return entry.key and declared.limits_keys and not holds(entry, OF_KEY)
 end
 
--- Let a message get its permits, which it lacks, as far as no other waits for them. Return whether it has all of them; else it waits.
+-- Let a message get the permits that it lacks, as far as no other waits for them. Return nil if it has all of them, else its entry in
+-- `waits`, which the caller writes.
 local function get_permits(box, entry, declared, place)
   while true do
-    local which = lacks_key(entry, declared) and OF_KEY or entry.permits < OWN and OWN
+    local which = lacks_key(entry, declared) and OF_KEY or not holds(entry, OWN) and OWN
     if not which then
-      store(box, entry)
-      return true
+      return nil
     end
     local name = name_of(entry, which)
-    local one, most, rate = bounds(box, entry, which, name)
+    local one, most, rate = bounds(box, entry, which)
     local opens = opens_at(one, most, rate)
     if opens <= now and one.waits == nil then
       one.waits = first_waiting(box, name, 1)[1] ~= nil
     end
     if opens > now or one.waits then
-      store(box, entry)
-      redis.call('ZADD', box.waits, 0, name .. behind_name(entry, place))
+      one.waits, box.none_wait = true, false
       if opens <= now then
         box.touched[name] = true
       elseif opens ~= NEVER then
         open_at(box, name, opens)
       end
-      return false
+      return name .. rank_code(entry.rank) .. place .. entry.id
     end
     one.used, one.unclaimed, one.changed = one.used + 1, one.unclaimed + 1, true
     entry.permits = entry.permits + which
   end
 end
 
-local function make_ready(box, entry, place)
-  redis.call('ZADD', box.ready, entry.rank, place .. entry.id)
-  box.added = box.added + 1
+local function add_ready(ready, entry, place)
+  ready[#ready + 1] = entry.rank
+  ready[#ready + 1] = place .. entry.id
 end
 
--- Let in the messages of `found`, which wait at a limiter first of all.
-local function let_these_in(box, found, name, which, declared)
-  local ids, one = {}, limiter(box, name)
-  for i, member in ipairs(found) do
-    ids[i] = string.sub(member, string.len(name) + 22)
+local function add_waiting(waits, member)
+  waits[#waits + 1] = 0
+  waits[#waits + 1] = member
+end
+
+-- Write where messages are from now on, whose permits are stored.
+local function put(box, ready, waits)
+  bulk('ZADD', box.ready, ready)
+  bulk('ZADD', box.waits, waits)
+  box.added = box.added + #ready / 2
+end
+
+-- Let in messages that wait at a limiter first of all: its name, which kind of a permit it gives, the limits, and the entry in `waits`.
+local function let_these_in(box, found)
+  local ids, gone, ready, waits, entries = {}, {}, {}, {}, {}
+  for i, one in ipairs(found) do
+    ids[i] = string.sub(one.member, string.len(one.name) + 22)
   end
-  local about = redis.call('HMGET', box.more, unpack(fields('t', ids)))
+  local about = look_up('HMGET', box.more, fields('t', ids))
   for i, id in ipairs(ids) do
-    local entry = about[i] and read_entry(id, about[i])
-    local place = string.sub(found[i], string.len(name) + 6, string.len(name) + 21)
-    if not entry then -- the message was deleted by hand
+    entries[#entries + 1] = about[i] and read_entry(id, about[i]) or nil
+  end
+  fetch_for(box, entries, true)
+  local at = 0
+  for i, one in ipairs(found) do
+    local name, declared = one.name, one.declared
+    local member
+    if not about[i] then -- the message was deleted by hand
       box.dropped = box.dropped + 1
-    elseif not declared then
-      make_ready(box, entry, place)
     else
-      if which == OF_KEY or not lacks_key(entry, declared) then
-        one.used, one.unclaimed, one.changed = one.used + 1, one.unclaimed + 1, true
-        entry.permits = entry.permits + which
+      at = at + 1
+      local entry, place = entries[at], string.sub(one.member, string.len(name) + 6, string.len(name) + 21)
+      if declared and (one.which == OF_KEY or not lacks_key(entry, declared)) then
+        local from = limiter(box, name)
+        from.used, from.unclaimed, from.changed = from.used + 1, from.unclaimed + 1, true
+        entry.permits = entry.permits + one.which
       end
-      if get_permits(box, entry, declared, place) then
-        make_ready(box, entry, place)
+      member = declared and get_permits(box, entry, declared, place)
+      if member then
+        add_waiting(waits, member)
+      else
+        add_ready(ready, entry, place)
       end
     end
+    if member ~= one.member then -- else it got the permit of its key, and waits where it did
+      gone[#gone + 1] = one.member
+    end
   end
-  bulk('ZREM', box.waits, found)
-  box.budget = box.budget - #found
+  store(box, entries)
+  put(box, ready, waits)
+  bulk('ZREM', box.waits, gone)
 end
 
--- Let in those that wait at a limiter while it is open.
-local function let_in(box, name)
+-- Find those that wait at a limiter and may be let in now.
+local function look_at(box, name, found)
   local task, ends = read_name(name, 1)
   local declared = limits_of(box, task)
   local which = string.sub(name, ends + 1, ends + 1) == 't' and OWN or OF_KEY
-  local one, most, rate = bounds(box, { task = task }, which, name)
-  while true do
-    local opens = opens_at(one, most, rate)
-    if opens == NEVER then
-      return
-    elseif box.budget <= 0 then
-      open_at(box, name, now)
-      return
-    end
-    local wanted = math.min(100, box.budget, most and most - one.used or NEVER)
-    if rate then
-      wanted = math.min(wanted, math.floor(rate.burst - one.unclaimed - (math.max(one.spent, now) - now) / rate.interval))
-    end
-    local found = first_waiting(box, name, math.max(wanted, 1))
-    one.waits = found[1] ~= nil
-    if not found[1] then
-      return
-    elseif opens > now then
-      open_at(box, name, opens)
-      return
-    end
-    let_these_in(box, found, name, which, declared)
+  local one, most, rate = bounds(box, { task = task, [which] = name }, which)
+  local opens = opens_at(one, most, rate)
+  if opens == NEVER then
+    return
+  elseif box.budget <= 0 then
+    open_at(box, name, now)
+    return
+  end
+  local wanted = math.min(100, box.budget, most and most - one.used or NEVER)
+  if rate then
+    wanted = math.min(wanted, math.floor(rate.burst - one.unclaimed - (math.max(one.spent, now) - now) / rate.interval))
+  end
+  wanted = math.max(wanted, 1)
+  local members = first_waiting(box, name, wanted)
+  one.waits = members[1] ~= nil
+  if one.waits and opens > now then
+    open_at(box, name, opens)
+    return
+  end
+  for _, member in ipairs(members) do
+    found[#found + 1] = { name = name, which = which, declared = declared, member = member }
+  end
+  box.budget = box.budget - #members
+  if #members < wanted then
+    one.waits = nil
+  elseif which == OWN or not most or one.used + #members < most then
+    box.touched[name] = true -- there may be more
   end
 end
 
@@ -358,11 +415,13 @@ end
 -- Let in what the events of this call allow.
 function limits.let_in(box)
   while next(box.touched) do
-    local touched = box.touched
+    local touched, found = box.touched, {}
     box.touched = {}
+    fetch(box, touched)
     for name in pairs(touched) do
-      let_in(box, name)
+      look_at(box, name, found)
     end
+    let_these_in(box, found)
   end
 end
 
@@ -381,7 +440,7 @@ local function look_at_all(box, from)
     end
     local name = name_at(member)
     box.budget = box.budget - 1
-    let_in(box, name)
+    box.touched[name] = true
     from = name .. ':'
   end
 end
@@ -393,32 +452,52 @@ function limits.open(box, due)
     look_at_all(box, string.sub(due, 3))
   else
     limiter(box, string.sub(due, 2)).opens = nil
-    let_in(box, string.sub(due, 2))
+    box.touched[string.sub(due, 2)] = true
   end
 end
 
--- Store what has changed of the limiters.
+-- Store what has changed of the limiters, and the places of keys.
 function limits.save(box)
   local stored, gone, new = {}, {}, 0
   for name, one in pairs(box.known) do
     if one.changed then
       if one.used == 0 and one.spent <= now then
-        gone[#gone + 1] = one.stored and 'l' .. name or nil
+        gone[#gone + 1] = one.is_stored and 'l' .. name or nil
       else
         stored[#stored + 1] = 'l' .. name
-        stored[#stored + 1] = table.concat({ one.used, math.min(one.unclaimed, one.used), text(one.spent) }, ' ')
-        new = new + (one.stored and 0 or 1)
+        stored[#stored + 1] = table.concat({ one.used, math.min(one.unclaimed, one.used), one.spent > now and text(one.spent) or 0 }, ' ')
+        new = new + (one.is_stored and 0 or 1)
       end
     end
   end
+  for share, last in pairs(box.shares) do
+    stored[#stored + 1] = share
+    stored[#stored + 1] = text(last.place)
+    new = new + (last.is_stored and 0 or 1)
+  end
   bulk('HSET', box.limiters, stored)
   bulk('HDEL', box.limiters, gone)
-  for _ = 1, math.min(new, 100) do
-    tidy(box)
-  end
+  tidy(box, new)
 end
 
 -- ---------------------------------------------------------------------------------------------------------- messages
+
+-- Read the last places of the keys of messages.
+local function fetch_shares(box, entries)
+  local list, seen = {}, {}
+  for _, entry in ipairs(entries) do
+    if entry.key then
+      entry.share = 's' .. entry.rank .. ' ' .. entry[OF_KEY]
+      if not (box.shares[entry.share] or seen[entry.share]) then
+        list[#list + 1] = entry.share
+        seen[entry.share] = true
+      end
+    end
+  end
+  for i, last in ipairs(list[1] and look_up('HMGET', box.limiters, list) or {}) do
+    box.shares[list[i]] = { place = tonumber(last or nil), is_stored = last }
+  end
+end
 
 -- The place of a message with a key: one step behind the last one of its key, but not before the first in line. Nil: it has no
 -- key. `spare`: the place if it is the first.
@@ -426,26 +505,47 @@ function limits.place_of(box, entry, spare)
   if not entry.key then
     return nil
   end
-  local first = first_place(box, entry.rank, entry.task)
+  fetch_shares(box, { entry })
+  local first, last = first_place(box, entry.rank, entry.task), box.shares[entry.share]
   if not first then
     first = tonumber(spare or new_place(box))
     box.first[entry.rank .. ' ' .. entry.task] = first
   end
-  local share = 's' .. entry.rank .. ' ' .. named(entry.task) .. entry.key
-  local last = tonumber(redis.call('HGET', box.limiters, share) or nil)
-  local place = last and math.max(first, last + math.floor(STEP / entry.weight + 0.5)) or first
-  redis.call('HSET', box.limiters, share, text(place))
-  if not last then
-    tidy(box)
+  last.place = last.place and math.max(first, last.place + math.floor(STEP / tonumber(entry.weight) + 0.5)) or first
+  return place_of(last.place)
+end
+
+-- Let a message have another place (nil: its own) from the begin on.
+local function move(entry, place)
+  if place then
+    local permits, rank, rest = string.match(entry.about, '^(%d) (%-?%d+) %d+ (.*)$')
+    entry.about, entry.place = table.concat({ permits, rank, place, rest }, ' '), place
   end
-  return place_of(place)
 end
 
 -- A new message that has a task: its entry, before it is stored.
 function limits.new_entry(id, rank, place, tail)
-  local entry = read_entry(id, table.concat({ 0, rank, place, text(now), tail }, ' '))
-  entry.stored = nil
-  return entry
+  return read_entry(id, table.concat({ 0, rank, place, text(now), tail }, ' '))
+end
+
+-- Let new messages have their places, as those of keys are not in the order of the sends.
+function limits.give_places(box, entries)
+  fetch_shares(box, entries)
+  for _, entry in ipairs(entries) do
+    move(entry, limits.place_of(box, entry, entry.place))
+  end
+end
+
+-- Let new messages that are due get permits, as far as their tasks have limits. What is returned is written by limits.add.
+function limits.get_permits(box, entries)
+  local limited = {}
+  for _, entry in ipairs(entries) do
+    limited[#limited + 1] = limits_of(box, entry.task) and entry or nil
+  end
+  fetch_for(box, limited, true)
+  for _, entry in ipairs(limited) do
+    entry.is_limited, entry.waits = true, get_permits(box, entry, limits_of(box, entry.task), entry.place)
+  end
 end
 
 -- Store the entries of new messages, and list them.
@@ -464,6 +564,21 @@ function limits.add(box, entries)
   bulk('ZADD', box.listed, members)
 end
 
+-- Put new messages that have limits where they belong. Return the others by their ids.
+function limits.put_new(box, entries)
+  local ready, waits, put_here = {}, {}, {}
+  for _, entry in ipairs(entries) do
+    if entry.waits then
+      add_waiting(waits, entry.waits)
+    elseif entry.is_limited then
+      add_ready(ready, entry, entry.place)
+    end
+    put_here[entry.id] = entry.is_limited
+  end
+  put(box, ready, waits)
+  return put_here
+end
+
 -- Undo what was written for messages whose send failed. `spots`: place and id of each.
 function limits.unsend(box, ids, spots)
   local found = look_up('HMGET', box.more, fields('t', ids))
@@ -477,21 +592,18 @@ function limits.unsend(box, ids, spots)
   bulk('HDEL', box.more, fields('t', ids))
 end
 
-function limits.is_limited(box, entry)
-  return limits_of(box, entry.task) ~= false
-end
-
 -- Let a message that is due become ready, or wait at a limiter, if its task has limits; else return false.
 function limits.enter(box, entry, place)
-  local declared = limits_of(box, entry.task)
-  if not declared then
-    store(box, entry)
-    return false
+  local declared, ready, waits = limits_of(box, entry.task), {}, {}
+  local member = declared and get_permits(box, entry, declared, place)
+  if member then
+    add_waiting(waits, member)
+  elseif declared then
+    add_ready(ready, entry, place)
   end
-  if get_permits(box, entry, declared, place) then
-    make_ready(box, entry, place)
-  end
-  return true
+  store(box, { entry })
+  put(box, ready, waits)
+  return declared ~= false
 end
 
 -- A message has come back, or is moved. `ended` says from what: 'retry' an attempt, 'front' a delivery that was released, 'undone'
@@ -505,19 +617,21 @@ function limits.returned(box, id, about, ended)
   elseif ended == 'moved' then
     take_back(box, entry, 0, false)
   end
-  store(box, entry)
+  store(box, { entry })
   return entry
 end
 
 -- It is to be claimed again: see limits.enter.
 function limits.come_again(box, entry, place, ended)
-  each_held(entry, function(which)
-    local one, _, rate = bounds(box, entry, which)
-    one.unclaimed, one.changed = one.unclaimed + 1, true
-    if ended == 'undone' and rate then
-      one.spent = one.spent - rate.interval
+  for which = OF_KEY, OWN do
+    if holds(entry, which) then
+      local one, _, rate = bounds(box, entry, which)
+      one.unclaimed, one.changed = one.unclaimed + 1, true
+      if ended == 'undone' and rate then
+        one.spent = one.spent - rate.interval
+      end
     end
-  end)
+  end
   return limits.enter(box, entry, place)
 end
 
@@ -527,14 +641,14 @@ function limits.died(box, id, about, was_claimed)
   take_back(box, entry, kept_by(box, entry, 'dead'), was_claimed)
   local kept = text_of(entry)
   entry.permits = 0
-  store(box, entry) -- the message has none any more
+  store(box, { entry }) -- the message has none any more
   return kept
 end
 
 -- The entry of a dead letter that is replayed, with another head.
 function limits.revived(box, id, about, place)
   local entry = read_entry(id, about)
-  entry.place = limits.place_of(box, entry, place) or place
+  move(entry, limits.place_of(box, entry, place) or place)
   return entry
 end
 
@@ -550,7 +664,7 @@ end
 function limits.find(box, id, about, place)
   local entry = read_entry(id, about)
   for which = entry.key and OF_KEY or OWN, OWN do
-    local member = name_of(entry, which) .. behind_name(entry, place)
+    local member = name_of(entry, which) .. rank_code(entry.rank) .. place .. id
     if redis.call('ZSCORE', box.waits, member) then
       return member
     end
@@ -561,15 +675,14 @@ end
 function limits.forget(box, ids, unclaimed)
   local wanted, members = fields('t', ids), {}
   wanted[#wanted + 1] = '!'
-  local found = look_up('HMGET', box.more, wanted)
+  local found, entries = look_up('HMGET', box.more, wanted), {}
   for i, id in ipairs(ids) do
-    if found[i] then
-      local entry = read_entry(id, found[i])
-      take_back(box, entry, 0, not unclaimed)
-      for _, member in ipairs({ listed_at(entry) }) do
-        members[#members + 1] = member
-      end
-    end
+    entries[#entries + 1] = found[i] and read_entry(id, found[i]) or nil
+  end
+  fetch_for(box, entries)
+  for _, entry in ipairs(entries) do
+    take_back(box, entry, 0, not unclaimed)
+    members[#members + 1], members[#members + 2] = listed_at(entry)
   end
   bulk('ZREM', box.listed, members)
   if found[#wanted] and not unclaimed then
@@ -584,48 +697,55 @@ local function is_open(box, entry, which)
   return not most or one.used - one.unclaimed < most
 end
 
--- Whether a message that is ready is claimed. Else it waits at its limiter, and its place among those that are ready goes behind this.
-local function admit(box, entry, place)
-  local declared = limits_of(box, entry.task)
-  for _ = 1, 2 do
-    local has_key = entry.permits % 2 == 1
-    if not declared then
-      count_claim(box, entry)
-      return true
-    elseif lacks_key(entry, declared) or has_key and not is_open(box, entry, OF_KEY) then
+-- Whether a message that is ready is claimed: nil. Else its entry in `waits`.
+local function refused(box, entry, place)
+  local declared, member = limits_of(box, entry.task), nil
+  for _ = 1, declared and 2 or 0 do
+    if lacks_key(entry, declared) or holds(entry, OF_KEY) and not is_open(box, entry, OF_KEY) then
       take_back(box, entry, 0, false)
-    elseif entry.permits < OWN or not is_open(box, entry, OWN) then
+    elseif not (holds(entry, OWN) and is_open(box, entry, OWN)) then
       take_back(box, entry, OF_KEY, false)
     else
-      count_claim(box, entry)
-      return true
+      break
     end
-    if not get_permits(box, entry, declared, place) then
-      return false
+    member = get_permits(box, entry, declared, place)
+    if member then
+      return member
     end
   end
-  return false
+  count_claim(box, entry)
 end
 
 -- Leave out of `spots` (place and id, rank, and so on) those beyond the first `most`, and those that may not be claimed, which wait
 -- at limiters from now on.
 function limits.admitted(box, spots, most)
-  local ids, let, refused = {}, {}, {}
+  local ids, let, gone, waits, entries, of_spot = {}, {}, {}, {}, {}, {}
   for i = 1, math.min(#spots, 2 * most), 2 do
     ids[#ids + 1] = string.sub(spots[i], 17)
   end
   local about = redis.call('HMGET', box.more, unpack(fields('t', ids)))
   for i, id in ipairs(ids) do
-    local spot, entry = spots[2 * i - 1], about[i] and read_entry(id, about[i])
-    if not entry or admit(box, entry, string.sub(spot, 1, 16)) then
-      let[#let + 1] = spot
-      let[#let + 1] = spots[2 * i]
-    else
-      refused[#refused + 1] = spot
+    if about[i] then
+      of_spot[i] = read_entry(id, about[i])
+      entries[#entries + 1] = of_spot[i]
     end
   end
-  bulk('ZREM', box.ready, refused)
-  box.refused = box.refused + #refused
+  fetch_for(box, entries)
+  for i = 1, #ids do
+    local spot = spots[2 * i - 1]
+    local member = of_spot[i] and refused(box, of_spot[i], string.sub(spot, 1, 16))
+    if member then
+      gone[#gone + 1] = spot
+      add_waiting(waits, member)
+    else
+      let[#let + 1] = spot
+      let[#let + 1] = spots[2 * i]
+    end
+  end
+  store(box, entries)
+  put(box, {}, waits)
+  bulk('ZREM', box.ready, gone)
+  box.refused = box.refused + #gone
   return let
 end
 
@@ -685,7 +805,7 @@ end
 
 -- All messages are deleted, but for dead letters, which may have permits.
 function limits.clear(box)
-  box.known, box.touched = {}, {}
+  box.known, box.touched, box.shares, box.first = {}, {}, {}, {}
   last_tick(box)
   if not box.is_limited then
     return
@@ -695,10 +815,10 @@ function limits.clear(box)
     local scanned = redis.call('HSCAN', box.dead_details, cursor, 'MATCH', 't*', 'COUNT', 1000)
     for i = 1, #scanned[2], 2 do
       local entry = read_entry(string.sub(scanned[2][i], 2), scanned[2][i + 1])
-      each_held(entry, function(which)
-        local one = limiter(box, name_of(entry, which))
+      if holds(entry, OF_KEY) then
+        local one = limiter(box, name_of(entry, OF_KEY))
         one.used, one.changed = one.used + 1, true
-      end)
+      end
     end
     cursor = scanned[1]
   until cursor == '0'

@@ -95,15 +95,9 @@ end
 
 -- Let new messages, some of which have tasks, become ready or wait at limiters.
 local function offer_all(box, entries, values, spots, rank)
-  local limited, ready = {}, {}
-  for _, entry in ipairs(entries) do
-    limited[entry.id] = limits.is_limited(box, entry) and entry
-  end
+  local put_here, ready = limits.put_new(box, entries), {}
   for i = 2, #spots, 2 do
-    local entry = limited[values[i - 1]]
-    if entry then
-      limits.enter(box, entry, entry.place)
-    else
+    if not put_here[values[i - 1]] then
       ready[#ready + 1] = rank
       ready[#ready + 1] = spots[i]
     end
@@ -114,6 +108,20 @@ local function offer_all(box, entries, values, spots, rank)
     bulk('ZADD', box.ready, ready)
     box.added = box.added + #ready / 2
   end
+end
+
+-- Store what new messages have that have tasks (`entries`, each with its number in `values` and `spots`), and let these know places.
+local function add_tasks(box, entries, values, spots, delay)
+  if delay == 0 then
+    limits.give_places(box, entries)
+    for _, entry in ipairs(entries) do
+      local at = entry.number + 2
+      values[at] = entry.place .. string.sub(values[at], 17)
+      spots[at] = entry.place .. entry.id
+    end
+    limits.get_permits(box, entries)
+  end
+  limits.add(box, entries)
 end
 
 local NO_BODY = {} -- the error of a send whose body is not there
@@ -154,10 +162,8 @@ local function send_all(box, values, spots, keys, from, count, rank, delay, expi
       local place = place_of(before + i * STEP)
       local about = has_tasks and ARGV[at + size_of(parts) - 1] or ''
       if about ~= '' then
-        local entry = limits.new_entry(id, rank, place, about)
-        place = delay == 0 and limits.place_of(box, entry, place) or place
-        entry.place = place
-        entries[#entries + 1] = entry
+        entries[#entries + 1] = limits.new_entry(id, rank, place, about)
+        entries[#entries].number = last
       end
       values[last + 1] = id
       values[last + 2] = place .. sent .. ARGV[at + 1]
@@ -167,7 +173,9 @@ local function send_all(box, values, spots, keys, from, count, rank, delay, expi
     end
     at = at + size_of(parts)
   end
-  limits.add(box, entries)
+  if has_tasks then
+    add_tasks(box, entries, values, spots, delay)
+  end
   bulk('HSET', box.messages, values)
   if expires > 0 then
     local ends, instant = {}, text(now + expires)
@@ -281,7 +289,7 @@ local function claim_some(box, most, visible, claimant)
     end
   end
   local known = {}
-  if last > 0 and has_more(box) then
+  if last > 0 and has_more(box) and not has_tasks_alone(box) then
     for _, letter in ipairs({ 'b', 'c', 'h' }) do
       known[letter] = redis.call('HMGET', box.more, unpack(fields(letter, held)))
     end

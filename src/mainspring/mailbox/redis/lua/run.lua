@@ -453,10 +453,13 @@ end
 -- What is behind the operations of a batch. They have been done: nothing of this is an error of theirs. Who should have been
 -- called and was not, looks by itself after a while.
 local function finish(of, behind)
-  pcall(limits.let_in, of)
-  if of.added > 0 and not of.no_waiters then
-    pcall(wake, of)
-  end
+  repeat -- a message that is pushed may open a limiter for the next one
+    pcall(limits.let_in, of)
+    if of.added > 0 and not of.no_waiters then
+      pcall(wake, of)
+      of.added = 0
+    end
+  until not next(of.touched)
   pcall(limits.save, of)
   if of.first_due then
     pcall(tell_due, of)

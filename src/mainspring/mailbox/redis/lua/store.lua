@@ -87,7 +87,7 @@ end
 -- The mailbox whose keys begin behind KEYS[behind]. Operations read of its state what they need.
 local function box_of(behind)
   return {
-    added = 0, settled = 0, dropped = 0, no_waiters = false, defined = {}, known = {}, touched = {}, first = {}, budget = AT_ONCE,
+    added = 0, settled = 0, dropped = 0, no_waiters = false, defined = {}, known = {}, touched = {}, first = {}, shares = {}, budget = AT_ONCE,
     refused = 0,
     messages = KEYS[behind + 1], ready = KEYS[behind + 2], delayed = KEYS[behind + 3], leases = KEYS[behind + 4],
     state = KEYS[behind + 5], more = KEYS[behind + 6], dedup = KEYS[behind + 7], expiry = KEYS[behind + 8],
@@ -148,6 +148,11 @@ local function has_more(box)
   return redis.call('HLEN', box.more) > 0
 end
 
+-- Whether messages have nothing there but their tasks.
+local function has_tasks_alone(box)
+  return redis.call('ZLEXCOUNT', box.listed, '[t', '(u') == redis.call('HLEN', box.more)
+end
+
 local function fields(letter, ids)
   local list = {}
   for i = 1, #ids do
@@ -201,7 +206,11 @@ end
 -- Forget messages that have ended and have no place any more. `unclaimed`: they were not in flight.
 local function delete_messages(box, ids, unclaimed)
   local expire, large = redis.call('ZCARD', box.expiry) > 0, redis.call('HLEN', box.bodies) > 0
-  if has_more(box) then
+  local has_some = has_more(box)
+  if has_some and has_tasks_alone(box) then
+    limits.forget(box, ids, unclaimed)
+    bulk('HDEL', box.more, fields('t', ids))
+  elseif has_some then
     local keys = look_up('HMGET', box.more, fields('k', ids))
     local given = {}
     for i = 1, #ids do
