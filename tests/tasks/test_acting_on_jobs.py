@@ -17,12 +17,12 @@ from mainspring.errors import (
     SerializationError,
     UnknownTaskError,
 )
-from stores import on
+from stores import KINDS, on
 
 pytestmark = pytest.mark.anyio
 
-EDITED = on("memory", "sqlite", "redis", "nats")
-LIMITED = on("memory", "sqlite", "redis")
+EDITED = on(*KINDS)
+LIMITED = on("memory", "sqlite", "redis", "postgres")
 HOUR = 3_600
 
 

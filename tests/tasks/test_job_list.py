@@ -17,7 +17,7 @@ from mainspring.mailbox.backend import Backend
 from mainspring.mailbox.jobs import JobProgress, keep_progress, status_of
 from mainspring.mailbox.limiters import LimitChange, TaskLimits
 from mainspring.testing import run_virtual
-from stores import on
+from stores import KINDS, on
 from wrapped_backend import WrappedBackend, wrap
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.anyio
 
-LISTED = on("memory", "sqlite", "redis", "nats")
-LIMITED = on("memory", "sqlite", "redis")
+LISTED = on(*KINDS)
+LIMITED = on("memory", "sqlite", "redis", "postgres")
 HOUR = 3_600
 
 

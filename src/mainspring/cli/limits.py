@@ -60,4 +60,6 @@ def limit_line(state: LimitState) -> str:
     if state.paused:
         said.insert(0, "paused")
     of = "all tasks" if state.task == ALL_TASKS else f"task {state.task}"
-    return f"{of}: {', '.join(said)}; {state.running:,} running, {state.waiting:,} waiting"
+    now = {"running": state.running, "waiting for it": state.waiting}
+    counts = [f"{count:,} {what}" for what, count in now.items() if count]
+    return "; ".join([f"{of}: {', '.join(said)}", *counts])

@@ -93,7 +93,8 @@ class LimitState:
     running: int = 0
     """Permits of the task that are out: messages that are ready or in flight. Of the whole mailbox, those in flight."""
     waiting: int = 0
-    """Messages that wait at a limiter of the task."""
+    """Messages that wait at a limiter of the task. A message that was pending before the limit is counted once a claim has
+    found it."""
 
     @property
     def most(self) -> int | None:
