@@ -186,9 +186,11 @@ def plain_connection_of(driver):
         @contextmanager
         def connect(url):
             engine = create_engine(sqlalchemy_url(url, driver))
-            with engine.connect() as connection:
-                yield connection
-            engine.dispose()
+            try:
+                with engine.connect() as connection:
+                    yield connection
+            finally:
+                engine.dispose()
 
         @staticmethod
         def run(given, statement):
@@ -203,9 +205,11 @@ def plain_session_of(driver):
         @contextmanager
         def connect(url):
             engine = create_engine(sqlalchemy_url(url, driver))
-            with Session(engine) as session:
-                yield session
-            engine.dispose()
+            try:
+                with Session(engine) as session:
+                    yield session
+            finally:
+                engine.dispose()
 
     return Made
 

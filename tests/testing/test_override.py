@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 import anyio
 import pytest
+from anyio import from_thread
 
 from mainspring import (
     ConfigError,
@@ -283,6 +284,58 @@ async def test_a_session_of_the_handlers_own_is_yielded_and_ended(
             assert session.executed == ends
             assert await audit.approximate_count() == 1
             assert (await orders.counts()).settled == 1
+
+
+class PlainFakeSession:
+    def __init__(self) -> None:
+        self.executed: list[str] = []
+
+    def commit(self) -> None:
+        self.executed.append("commit")
+
+    def rollback(self) -> None:
+        self.executed.append("rollback")
+
+
+class PlainFakeDriver(PlainFakeSession):
+    @contextmanager
+    def transaction(self) -> Any:
+        try:
+            yield
+        except BaseException:
+            self.rollback()
+            raise
+        self.commit()
+
+
+@pytest.mark.parametrize("kind", [PlainFakeSession, PlainFakeDriver])
+async def test_a_plain_handlers_session_is_ended_too(virtual_clock: Any, kind: type[PlainFakeSession]) -> None:
+    orders, audit = (open_mailbox(url(POSTGRES, name), body=int) for name in ("orders", "audit"))
+    session = kind()
+
+    def handle(number: int, ctx: Context) -> None:
+        if number == 8:
+            with ctx.transaction():
+                pytest.fail("it has no connection, as on the store")
+        with ctx.transaction(session) as given:
+            assert given is session
+            audit.sync.send(number, connection=session)
+            with pytest.raises(MessageSettledError, match="in a transaction"), ctx.transaction(session):
+                pass
+            assert audit.sync.approximate_count() == 0
+            if ctx.attempt == 1:
+                raise ConnectionError("after the send")
+            from_thread.run(ctx.message.dead_letter, "as the block says")
+
+    group = LoopGroup([MainLoop(orders, handle, retry=RetryPolicy(1))])
+    with override(group, audit):
+        async with orders, audit:
+            await orders.send_many([7, 8])
+            await run(group)
+            assert session.executed == ["rollback", "commit"]
+            assert await audit.approximate_count() == 1
+            errors = {dead.error.partition(";")[0] for dead in await orders.dead_letters()}
+            assert errors == {"as the block says", "ctx.transaction() lends an async connection"}
 
 
 async def test_what_the_block_settles_counts_at_its_end(virtual_clock: Any) -> None:

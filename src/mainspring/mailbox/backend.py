@@ -14,12 +14,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, TypeVar
 
 from mainspring.errors import ConfigError, InvalidParameterError
-from mainspring.mailbox.limits import check_name
+from mainspring.mailbox.limits import check_name, no_transactions
 from mainspring.mailbox.message import ACK
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from contextlib import AbstractAsyncContextManager
+    from contextlib import AbstractAsyncContextManager, AbstractContextManager
 
     from mainspring.errors import MailboxConnectionError
     from mainspring.mailbox.limiters import LimitChange, LimitState
@@ -438,7 +438,16 @@ class Backend(ABC):
 
         :raises ConfigError: the backend has none (:attr:`Capabilities.transactions`).
         """
-        raise ConfigError(f"mailbox {self.name!r} has no transactions; a postgresql:// mailbox has")
+        raise no_transactions(self.name)
+
+    def thread_transaction(self, message: Message[Any, Any], connection: Any) -> AbstractContextManager[Any]:
+        """Return the same for a plain handler, which enters and leaves it in its own thread, on a connection of that thread.
+
+        What the block settles is settled at its end.
+
+        :raises ConfigError: the backend has none (:attr:`Capabilities.transactions`), or ``connection`` is None.
+        """
+        raise no_transactions(self.name)
 
     # -------------------------------------------------------------------------------------------------- looking after
 

@@ -214,6 +214,18 @@ def full(waiting: int, capacity: int, more: int) -> MailboxFullError:
     )
 
 
+def no_transactions(name: str) -> ConfigError:
+    """Return the error of a mailbox without transactions."""
+    return ConfigError(f"mailbox {name!r} has no transactions; a postgresql:// mailbox has")
+
+
+def no_thread_connection() -> ConfigError:
+    """Return the error of a plain handler that gives no connection."""
+    return ConfigError(
+        "ctx.transaction() lends an async connection; a plain `def` handler gives its own: with ctx.transaction(session)"
+    )
+
+
 def lease_over(delivery: ClaimedMessage) -> ReceiptHandleExpiredError:
     """Return the error for an operation that only the holder of the lease may do, and whose lease is not held any more."""
     return ReceiptHandleExpiredError(

@@ -5,15 +5,21 @@ from __future__ import annotations
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
+
+import anyio
+from anyio import from_thread
 
 from mainspring.core import random
 from mainspring.core.state_machine import MailboxState
 from mainspring.errors import ConfigError, MessageSettledError
 from mainspring.group.group import LoopGroup
 from mainspring.mailbox.dead_letters import DeadLetterBackend
+from mainspring.mailbox.limits import no_thread_connection, no_transactions
 from mainspring.mailbox.mailbox import Mailbox
 from mainspring.mailbox.memory.mailbox import KIND, MemoryBackend
+from mainspring.mailbox.sync import ThreadConnection
 from mainspring.tasks.tasks import Tasks
 from mainspring.worker.main_loop import MainLoop
 
@@ -39,8 +45,8 @@ def override(*targets: LoopGroup | Tasks | MainLoop | Mailbox[Any, Any], connect
     :param connection: what ``ctx.transaction()`` yields, in the place of the driver's connection, for a mailbox with
         ``Capabilities.transactions``. The message is settled as the block ends, and calls that were sent with this connection
         appear then; an error takes both back. Writes through it are the stand-in's affair. ``ctx.transaction(session)`` yields
-        that session, and commits it or rolls it back by its own methods, if it has them. A message that is sent with any other
-        connection appears at once, as its COMMIT is not seen.
+        that session, and commits it or rolls it back by its own methods, if it has them; so in plain handlers. A message that
+        is sent with any other connection appears at once, as its COMMIT is not seen.
     :raises ConfigError: a target is none of these. Or a mailbox is open as the block begins, or at its end.
     """
     mailboxes = _mailboxes_of(targets)
@@ -152,7 +158,8 @@ class StandIn(MemoryBackend):
         if not self.capabilities.transactions:
             return await super().send_within(connection, envelopes)
         now = _current.get()
-        if now is None or connection is not now.connection:
+        given = connection.connection if isinstance(connection, ThreadConnection) else connection
+        if now is None or given is not now.connection:
             return await self.send(envelopes)
         now.sends.append((self, envelopes))
         return [envelope.message_id for envelope in envelopes]
@@ -168,30 +175,61 @@ class StandIn(MemoryBackend):
             raise ConfigError(
                 f"mailbox {self.name!r} is in memory: say what ctx.transaction() is to yield, by override(…, connection=…)"
             )
+        this = self._begin(message, given)
+        token = _current.set(this)
+        try:
+            async with nullcontext() if connection is None else _committed(given):
+                yield given
+                await self._acknowledge(message, this)
+            await self._end(message, this)
+        finally:
+            _current.reset(token)
+            self._leave(message, this)
+
+    @contextmanager
+    def thread_transaction(self, message: Message[Any, Any], connection: Any) -> Iterator[Any]:
+        if not self.capabilities.transactions:
+            raise no_transactions(self.name)
+        if connection is None:
+            raise no_thread_connection()
+        this = from_thread.run_sync(self._begin, message, connection)
+        token = _current.set(this)
+        try:
+            with _committed_in_thread(connection):
+                yield connection
+                from_thread.run(self._acknowledge, message, this)
+            from_thread.run(self._end, message, this)
+        finally:
+            _current.reset(token)
+            from_thread.run_sync(self._leave, message, this)
+
+    def _begin(self, message: Message[Any, Any], connection: Any) -> _StandInTransaction:
         handle = message.receipt_handle
         if message.is_settled or handle in self._under_way:
             raise MessageSettledError(
                 f"message {message.id}: it is already settled, or in a transaction; open one for each message"
             )
-        this = self._under_way[handle] = _StandInTransaction(given)
-        token = _current.set(this)
-        ended = False
-        try:
-            async with nullcontext() if connection is None else _committed(given):
-                yield given
-                if this.settlement is None:
-                    await message.acknowledge()
-            del self._under_way[handle]
-            assert this.settlement is not None
+        this = self._under_way[handle] = _StandInTransaction(connection)
+        return this
+
+    async def _acknowledge(self, message: Message[Any, Any], this: _StandInTransaction) -> None:
+        if this.settlement is None:
+            with anyio.CancelScope(shield=True):
+                await message.acknowledge()
+
+    async def _end(self, message: Message[Any, Any], this: _StandInTransaction) -> None:
+        del self._under_way[message.receipt_handle]
+        assert this.settlement is not None
+        with anyio.CancelScope(shield=True):
             await super().settle(message.delivery, this.settlement)
-            ended = True
-        finally:
-            _current.reset(token)
-            self._under_way.pop(handle, None)
-            if not ended:
-                message.settlement = None
-        for backend, envelopes in this.sends:
-            await backend.send(envelopes)
+            this.ended = True
+            for backend, envelopes in this.sends:
+                await backend.send(envelopes)
+
+    def _leave(self, message: Message[Any, Any], this: _StandInTransaction) -> None:
+        self._under_way.pop(message.receipt_handle, None)
+        if not this.ended:
+            message.settlement = None
 
     async def settle(self, delivery: ClaimedMessage, settlement: Settlement) -> None:
         under_way = self._under_way.get(delivery.receipt_handle)
@@ -225,12 +263,34 @@ async def _committed(given: Any) -> AsyncIterator[None]:
         await given.commit()
 
 
+@contextmanager
+def _committed_in_thread(given: Any) -> Iterator[None]:
+    """Do the same on a connection or session that is not async."""
+    if hasattr(given, "ensure_connection"):
+        with import_module("django.db.transaction").atomic(using=given.alias):
+            yield
+        return
+    if hasattr(given, "transaction"):  # psycopg
+        with given.transaction():
+            yield
+        return
+    try:
+        yield
+    except BaseException:
+        if hasattr(given, "rollback"):
+            given.rollback()
+        raise
+    if hasattr(given, "commit"):
+        given.commit()
+
+
 class _StandInTransaction:
     """The block of a transaction: what it yields, how it settles its message, and what is sent at its end."""
 
     def __init__(self, connection: Any) -> None:
         self.connection = connection
         self.settlement: Settlement | None = None
+        self.ended = False
         self.sends: list[tuple[StandIn, list[Envelope]]] = []
 
 

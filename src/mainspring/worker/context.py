@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any, Generic, NoReturn
+from typing import TYPE_CHECKING, Any, Generic
 
 import anyio
+from anyio import from_thread
 from typing_extensions import TypeVar
 
+from mainspring.core.process import in_event_loop
 from mainspring.errors import ConfigError, InvalidParameterError, MailboxError
 from mainspring.worker.tool_calls import Notes, ToolCall, ToolCallBlock, to_json
 
@@ -169,7 +171,7 @@ class Context(Generic[Resources]):
             raise InvalidParameterError(f"resolve_call takes a call of ctx.unfinished_calls, not {call!r}")
         await self._kept().end(call.call if isinstance(call, ToolCallBlock) else call)
 
-    def transaction(self, connection: Any = None) -> AbstractAsyncContextManager[Any]:
+    def transaction(self, connection: Any = None) -> TransactionBlock:
         """Return a transaction of the mailbox's database: the handler's writes and the acknowledgement commit together.
 
         ``async with ctx.transaction() as connection:`` yields the driver's connection (PostgreSQL: a psycopg
@@ -177,13 +179,19 @@ class Context(Generic[Resources]):
         lost, or anything fails, nothing of it remains. See :meth:`Mailbox.transaction` for what it raises. The message is
         settled when the block has been left: return at once, what comes behind it is not tried again. To a requester, ``await
         ctx.message.reply(result)`` in the block commits the result with the rest. What is returned behind it is sent once,
-        after the commit, and is lost if the process dies in between. The connection is async: a plain ``def`` handler has an
-        ``async def`` with the block run by ``anyio.from_thread.run``.
+        after the commit, and is lost if the process dies in between.
 
         ``async with ctx.transaction(session):`` does the same in a transaction of the handler's own session or connection to
         that database, such as an ``AsyncSession`` of SQLAlchemy. The block begins it, if the session has not, and ends it.
+
+        A plain ``def`` handler writes ``with ctx.transaction(session):``, with a ``Session`` of SQLAlchemy, a connection of
+        psycopg or psycopg2, or Django's. Only its thread uses that. What it settles in the block, as by
+        ``anyio.from_thread.run(ctx.message.reply, result)``, is settled at the end of the block. A handler that is cancelled
+        meanwhile still commits what it ends.
+
+        :raises ConfigError: ``with`` in an async handler, or in a plain one without a session.
         """
-        return _TransactionBlock(self._delivery.message, connection)
+        return TransactionBlock(self._delivery.message, connection)
 
     async def progress(self, done: float, total: float | None = None) -> None:
         """Say how far the work is: the group's status (``/status``) shows it. Also a beat, and a point where cancellation
@@ -222,10 +230,10 @@ def _date(text: str | None) -> datetime | None:
     return None if found.utcoffset() is None else found
 
 
-class _TransactionBlock(AbstractAsyncContextManager[Any]):
-    """The block of :meth:`Context.transaction`, which raises an error if a plain function enters it."""
+class TransactionBlock(AbstractAsyncContextManager[Any], AbstractContextManager[Any]):
+    """The block of :meth:`Context.transaction`: ``async with``, or ``with`` in a handler that is a plain ``def``."""
 
-    __slots__ = ("_block", "_connection", "_message")
+    __slots__ = ("_block", "_connection", "_message", "_thread_block")
 
     def __init__(self, message: Message[Any, Any], connection: Any) -> None:
         self._message = message
@@ -238,11 +246,13 @@ class _TransactionBlock(AbstractAsyncContextManager[Any]):
     async def __aexit__(self, *raised: Any) -> bool | None:
         return await self._block.__aexit__(*raised)
 
-    def __enter__(self) -> NoReturn:
-        raise ConfigError(
-            "ctx.transaction() has an async connection: write `async with` in an async handler; a plain `def` handler puts the"
-            " block into an `async def` and calls anyio.from_thread.run(it)"
-        )
+    def __enter__(self) -> Any:
+        if in_event_loop():
+            raise ConfigError("`with ctx.transaction(…)` is for plain `def` handlers; write `async with` here")
+        mailbox = self._message.mailbox
+        from_thread.run_sync(mailbox.check_open)
+        self._thread_block = mailbox.backend.thread_transaction(self._message, self._connection)
+        return self._thread_block.__enter__()
 
-    def __exit__(self, *raised: object) -> None:
-        """Never reached; a ``with`` looks for it first."""
+    def __exit__(self, *raised: Any) -> bool | None:
+        return self._thread_block.__exit__(*raised)

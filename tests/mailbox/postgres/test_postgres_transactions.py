@@ -251,7 +251,7 @@ async def test_a_plain_handler_that_enters_a_transaction_itself_is_told_what_to_
             pass
 
     async with MainLoop(mailbox, handle, dead_letter=DeadLetterPolicy(max_attempts=1)):
-        with pytest.raises(RequestFailedError, match=r"async with.*anyio\.from_thread\.run") as told:
+        with pytest.raises(RequestFailedError, match=r"gives its own: with ctx\.transaction\(session\)") as told:
             await mailbox.request(1, timeout=20)
     assert told.value.error_type == "ConfigError"
 

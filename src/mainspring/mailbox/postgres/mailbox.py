@@ -17,7 +17,16 @@ from mainspring.mailbox.backend import TRANSIENT, Capabilities, MailboxStatistic
 from mainspring.mailbox.batched import AcknowledgeMany, BatchedBackend, Batcher, Command, Waiters
 from mainspring.mailbox.codec import headers_of
 from mainspring.mailbox.job_commands import WriteRecord
-from mainspring.mailbox.limits import SILENCE, check_column, check_real_time, check_row, full, is_name, size_of
+from mainspring.mailbox.limits import (
+    SILENCE,
+    check_column,
+    check_real_time,
+    check_row,
+    full,
+    is_name,
+    no_thread_connection,
+    size_of,
+)
 from mainspring.mailbox.mailbox import Mailbox
 from mainspring.mailbox.message import (
     ACK,
@@ -77,7 +86,7 @@ from mainspring.mailbox.sync import ThreadConnection
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
-    from contextlib import AbstractAsyncContextManager
+    from contextlib import AbstractAsyncContextManager, AbstractContextManager
 
     import psycopg
 
@@ -462,6 +471,13 @@ class PostgresBackend(BatchedBackend):
 
     def transaction(self, message: Message[Any, Any], connection: Any) -> AbstractAsyncContextManager[Any]:
         return self._transactions.join(self._pool, self._store, message, connection)
+
+    def thread_transaction(self, message: Message[Any, Any], connection: Any) -> AbstractContextManager[Any]:
+        from mainspring.mailbox.postgres.thread_transactions import join_in_thread
+
+        if connection is None:
+            raise no_thread_connection()
+        return join_in_thread(self._transactions, self._pool, self._store, message, connection)
 
     # ------------------------------------------------------------------------------------------------------ receiving
 

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from mainspring.mailbox.message import Message
     from mainspring.mailbox.postgres.commands import PostgresSend
     from mainspring.mailbox.postgres.pool import SharedPool
+    from mainspring.mailbox.postgres.thread_transactions import ThreadTransaction
     from mainspring.mailbox.postgres.user_connections import UserConnection
 
 
@@ -101,7 +102,7 @@ class HandlerTransactions:
     """
 
     def __init__(self) -> None:
-        self.under_way: dict[str, HandlerTransaction] = {}
+        self.under_way: dict[str, HandlerTransaction | ThreadTransaction] = {}
         self.uncertain: dict[str, None] = {}
 
     def concern(self, handle: str) -> bool:
@@ -114,6 +115,25 @@ class HandlerTransactions:
         while len(self.uncertain) > REMEMBERED:
             del self.uncertain[next(iter(self.uncertain))]
 
+    def check_message(self, message: Message[Any, Any]) -> None:
+        """Raise :class:`MessageSettledError` if the message is settled, or in a transaction."""
+        if message.is_settled or message.receipt_handle in self.under_way:
+            raise MessageSettledError(
+                f"message {message.id}: it is already settled, or in a transaction; open one for each message"
+            )
+
+    def add(self, message: Message[Any, Any], given: Any, this: HandlerTransaction | ThreadTransaction) -> None:
+        """Note a transaction on ``given``, a connection or session of the handler's; None: on a connection of the pool.
+
+        :raises InvalidParameterError: the transaction of another message is on it.
+        """
+        driver = this.connection.connection
+        if given is not None and any(one.connection.connection is driver for one in self.under_way.values()):
+            raise InvalidParameterError(
+                f"transaction: {given!r:.200} is in the transaction of another message; use one for each message"
+            )
+        self.under_way[message.receipt_handle] = this
+
     @asynccontextmanager
     async def join(self, shared: SharedPool, store: str, message: Message[Any, Any], given: Any) -> AsyncIterator[Any]:
         """Run a transaction that ends with the block, and with which the message is settled.
@@ -122,19 +142,11 @@ class HandlerTransactions:
         if that is None. See :meth:`Mailbox.transaction`.
         """
         handle, timeout = message.receipt_handle, shared.connections.timeout
-        if message.is_settled or handle in self.under_way:
-            raise MessageSettledError(
-                f"message {message.id}: it is already settled, or in a transaction; open one for each message"
-            )
+        self.check_message(message)
         lent = _lent(shared) if given is None else _of_user(given, timeout)
         async with lent as connection:
-            if given is not None and any(
-                one.connection.connection is connection.connection for one in self.under_way.values()
-            ):
-                raise InvalidParameterError(
-                    f"transaction: {given!r:.200} is in the transaction of another message; use one for each message"
-                )
-            this = self.under_way[handle] = HandlerTransaction(connection, timeout)
+            this = HandlerTransaction(connection, timeout)
+            self.add(message, given, this)
             ended = False
             try:
                 async with _transaction(connection, timeout):
@@ -188,6 +200,24 @@ async def _of_user(given: Any, timeout: float) -> AsyncIterator[UserConnection]:
     yield connection
 
 
+class LevelCheck:
+    """What is asked on a user's connection: whether it is to the store, and at which isolation level."""
+
+    def __init__(self, schema: str, store: str) -> None:
+        self._levels: list[tuple[Any, ...]] = []
+        text = f"SELECT current_setting('transaction_isolation') FROM {schema}.check_store($1)"  # noqa: S608 - a checked name
+        self.statement = Statement(text.encode(), (store,), self._levels.extend)
+
+    def judge(self) -> None:
+        """Raise :class:`InvalidParameterError` at a level other than READ COMMITTED."""
+        level = self._levels[0][0]
+        if level != "read committed":
+            raise InvalidParameterError(
+                f"transaction: the isolation level of the connection is {level}, at which a renewal of the lease would end the"
+                " transaction; use READ COMMITTED"
+            )
+
+
 class HandlerTransaction:
     """A handler's transaction under way: settlements of its message go through its connection.
 
@@ -217,14 +247,9 @@ class HandlerTransaction:
 
         A renewal changes the message's row meanwhile. At a higher isolation level no settlement could follow.
         """
-        levels: list[tuple[Any, ...]] = []
-        text = f"SELECT current_setting('transaction_isolation') FROM {schema}.check_store($1)"  # noqa: S608 - a checked name
-        await self._execute([Statement(text.encode(), (store,), levels.extend)], "in the transaction")
-        if levels[0][0] != "read committed":
-            raise InvalidParameterError(
-                f"transaction: the isolation level of the connection is {levels[0][0]}, at which a renewal of the lease would"
-                " end the transaction; use READ COMMITTED"
-            )
+        check = LevelCheck(schema, store)
+        await self._execute([check.statement], "in the transaction")
+        check.judge()
 
     async def _execute(self, statements: list[Statement], what: str) -> None:
         try:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 import sys
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
 
 import psycopg
@@ -26,8 +27,8 @@ from mainspring.mailbox.postgres.values import Packed, elements, literal, regist
 from mainspring.redaction import one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from contextlib import AbstractAsyncContextManager
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractAsyncContextManager, AbstractContextManager
 
     from mainspring.mailbox.postgres.commands import Statement
 
@@ -79,7 +80,9 @@ class UserConnection(Protocol):
 
 
 class ThreadUserConnection(Protocol):
-    """A connection of code that is not async."""
+    """A connection of code that is not async. Only the thread of that code uses it."""
+
+    connection: Any
 
     @property
     def closed(self) -> bool: ...
@@ -92,6 +95,10 @@ class ThreadUserConnection(Protocol):
 
     def execute(self, statement: Statement) -> list[tuple[Any, ...]]:
         """Execute a statement. Return its rows. Raise the errors of the driver."""
+        ...
+
+    def transaction(self) -> AbstractContextManager[Any]:
+        """Return the transaction of the driver: begun on entering, then committed, or rolled back after an error."""
         ...
 
 
@@ -237,32 +244,106 @@ class PsycopgThreadConnection(_Psycopg["psycopg.Connection[Any]"]):
         cursor.execute(statement.text, statement.values, binary=True)
         return cursor.fetchall()
 
+    def transaction(self) -> AbstractContextManager[Any]:
+        return self.connection.transaction()
+
 
 class Psycopg2Connection:
     """A psycopg2 ``connection``, to which values go as quoted literals; the functions' parameters give them their types."""
 
     def __init__(self, connection: Any) -> None:
-        self._connection = connection
+        self.connection = connection
 
     @property
     def closed(self) -> bool:
-        return bool(self._connection.closed)
+        return bool(self.connection.closed)
 
     @property
     def status(self) -> TransactionStatus:
-        return TransactionStatus(self._connection.info.transaction_status)
+        return TransactionStatus(self.connection.info.transaction_status)
 
     @property
     def begins(self) -> bool:
-        return not self._connection.autocommit
+        return not self.connection.autocommit
 
     def execute(self, statement: Statement) -> list[tuple[Any, ...]]:
         text = re.sub(r"\$\d+", "%s", statement.text.decode())  # they stand there in their order
         plain_cursor = sys.modules["psycopg2.extensions"].cursor
-        with self._connection.cursor(cursor_factory=plain_cursor) as cursor:
+        with self.connection.cursor(cursor_factory=plain_cursor) as cursor:
             cursor.execute(text, [literal(value) for value in statement.values])
             rows: list[tuple[Any, ...]] = cursor.fetchall()
         return rows
+
+    def transaction(self) -> AbstractContextManager[Any]:
+        return _ended(self.connection)
+
+
+class SqlalchemyThreadTransaction:
+    """The transaction that is under way on SQLAlchemy's ``Session`` or ``Connection``, as :class:`SqlalchemyTransaction`."""
+
+    begins = True
+
+    def __init__(self, given: Any, driver: ThreadUserConnection) -> None:
+        self.connection = driver.connection
+        self._driver = driver
+        self._given = given
+        self._begun = given.get_transaction()
+
+    @property
+    def closed(self) -> bool:
+        return self._driver.closed
+
+    @property
+    def status(self) -> TransactionStatus:
+        return self._driver.status if self._given.get_transaction() is self._begun else TransactionStatus.IDLE
+
+    def execute(self, statement: Statement) -> list[tuple[Any, ...]]:
+        return self._driver.execute(statement)
+
+    def transaction(self) -> AbstractContextManager[Any]:
+        return _ended(self._given, lambda: self._given.invalidate() if self.closed else self._given.rollback())
+
+
+class DjangoTransaction:
+    """The outermost ``atomic()`` on Django's connection, and the driver beneath."""
+
+    begins = True
+
+    def __init__(self, given: Any, driver: ThreadUserConnection) -> None:
+        self.connection = driver.connection
+        self._driver = driver
+        self._given = given
+
+    @property
+    def closed(self) -> bool:
+        return self._driver.closed
+
+    @property
+    def status(self) -> TransactionStatus:
+        return TransactionStatus.INERROR if self._given.needs_rollback else self._driver.status
+
+    def execute(self, statement: Statement) -> list[tuple[Any, ...]]:
+        return self._driver.execute(statement)
+
+    def transaction(self) -> AbstractContextManager[Any]:
+        atomic: AbstractContextManager[Any] = import_module("django.db.transaction").atomic(using=self._given.alias)
+        return atomic
+
+
+@contextmanager
+def _ended(given: Any, roll_back: Callable[[], object] | None = None) -> Iterator[None]:
+    """Commit what the block did on ``given``; roll it back after an error, also of the commit."""
+    try:
+        yield
+    except BaseException:
+        (roll_back or given.rollback)()
+        raise
+    try:
+        given.commit()
+    except Exception:
+        with suppress(*driver_errors()):
+            given.rollback()
+        raise
 
 
 # ------------------------------------------------------------------------------------------------------- which kind
@@ -314,26 +395,52 @@ async def user_transaction(given: Any) -> UserConnection:
     if _is_async_sqlalchemy(given):
         if isinstance(given, _classes("sqlalchemy.ext.asyncio", "async_scoped_session")):
             given = given()
-        if given.in_nested_transaction():
-            raise InvalidParameterError(
-                f"{what}: {given!r:.200} is in a savepoint, and the block commits the whole; enter it outside of begin_nested()"
-            )
+        _check_nesting(given)
         return SqlalchemyTransaction(given, await user_connection(given, what))
     user = _user_connection(given, given, what)
-    _check_open(user, what)
+    _check_none_under_way(user)
+    return user
+
+
+def thread_user_connection(given: Any, what: str = "sync.send") -> ThreadUserConnection:
+    """Return the same as :func:`user_connection` for a connection, or a session, that is not async."""
+    user = _thread_user_connection(_thread_driver(given), given, what)
+    _check_transaction(user, what)
+    return user
+
+
+def thread_user_transaction(given: Any) -> ThreadUserConnection:
+    """Return the same as :func:`user_transaction` for a connection, or a session, that is not async."""
+    what = "transaction"
+    if isinstance(given, _classes("sqlalchemy.orm", "scoped_session")):
+        given = given()
+    if isinstance(given, _classes("sqlalchemy.orm", "Session") + _classes("sqlalchemy", "Connection")):
+        _check_nesting(given)
+        return SqlalchemyThreadTransaction(given, thread_user_connection(given, what))
+    user = _thread_user_connection(_thread_driver(given), given, what)
+    _check_none_under_way(user)
+    if _is_django(given):
+        return DjangoTransaction(given, user)
+    if isinstance(user, Psycopg2Connection) and not user.begins:
+        raise InvalidParameterError(f"{what}: the connection is in autocommit; set its autocommit to False")
+    return user
+
+
+def _check_nesting(session: Any) -> None:
+    if session.in_nested_transaction():
+        raise InvalidParameterError(
+            f"transaction: {session!r:.200} is in a savepoint, and the block commits the whole; enter it outside of"
+            " begin_nested()"
+        )
+
+
+def _check_none_under_way(user: UserConnection | ThreadUserConnection) -> None:
+    _check_open(user, "transaction")
     if user.status != TransactionStatus.IDLE:
         raise InvalidParameterError(
-            f"{what}: a transaction is under way on the connection, and the block begins and commits one of its own; end the"
-            " other before, or write what belongs to it into the block"
+            "transaction: a transaction is under way on the connection, and the block begins and commits one of its own; end"
+            " the other before, or write what belongs to it into the block"
         )
-    return user
-
-
-def thread_user_connection(given: Any) -> ThreadUserConnection:
-    """Return the same as :func:`user_connection` for a connection, or a session, that is not async."""
-    user = _thread_user_connection(_thread_driver(given), given)
-    _check_transaction(user, "sync.send")
-    return user
 
 
 def _user_connection(driver: Any, given: Any, what: str) -> UserConnection:
@@ -341,16 +448,17 @@ def _user_connection(driver: Any, given: Any, what: str) -> UserConnection:
         return PsycopgConnection(driver)
     if _is_asyncpg(driver):
         return AsyncpgConnection(driver)
-    advice = "; connections that are not async are for mailbox.sync.send()" if what == "send" else ""
+    plain = "mailbox.sync.send()" if what == "send" else "`with` in a plain `def` handler"
+    advice = f"; connections that are not async are for {plain}"
     raise InvalidParameterError(f"{what}: connection must be {_KINDS}, not {given!r:.200}{advice}")
 
 
-def _thread_user_connection(driver: Any, given: Any) -> ThreadUserConnection:
+def _thread_user_connection(driver: Any, given: Any, what: str) -> ThreadUserConnection:
     if isinstance(driver, psycopg.Connection):
         return PsycopgThreadConnection(driver)
     if isinstance(driver, _classes("psycopg2.extensions", "connection")):
         return Psycopg2Connection(driver)
-    raise InvalidParameterError(f"sync.send: connection must be {_THREAD_KINDS}, not {given!r:.200}")
+    raise InvalidParameterError(f"{what}: connection must be {_THREAD_KINDS}, not {given!r:.200}")
 
 
 async def _sqlalchemy_connection(given: Any) -> Any:
@@ -370,11 +478,15 @@ def _thread_driver(given: Any) -> Any:
         if not given.in_transaction():
             given.begin()
         return given.connection.driver_connection
-    django = _classes("django.utils.connection", "ConnectionProxy")
-    if isinstance(given, django + _classes("django.db.backends.base.base", "BaseDatabaseWrapper")):
+    if _is_django(given):
         given.ensure_connection()
         return given.connection
     return given
+
+
+def _is_django(given: Any) -> bool:
+    proxy = _classes("django.utils.connection", "ConnectionProxy")
+    return isinstance(given, proxy + _classes("django.db.backends.base.base", "BaseDatabaseWrapper"))
 
 
 def _check_open(user: UserConnection | ThreadUserConnection, what: str) -> None:
