@@ -34,7 +34,7 @@ from wrapped_backend import WrappedBackend, wrap
 pytestmark = pytest.mark.anyio
 
 EVERYWHERE = on(*KINDS)
-LIMITING = on("memory", "sqlite", "redis")
+LIMITING = on("memory", "sqlite", "redis", "postgres")
 _names = count()
 
 

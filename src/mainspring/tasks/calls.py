@@ -197,7 +197,7 @@ class Parameters:
         try:
             return self.codec.encode(arguments)
         except SerializationError:
-            self._check_signature((), arguments)
+            self.check_names(arguments)
             raise
 
     def check(self, arguments: dict[str, Any]) -> None:
@@ -205,8 +205,12 @@ class Parameters:
         try:
             self.codec.check(arguments)
         except SerializationError:
-            self._check_signature((), arguments)
+            self.check_names(arguments)
             raise
+
+    def check_names(self, arguments: dict[str, Any]) -> None:
+        """Raise :class:`InvalidParameterError` if an argument is missing or unknown."""
+        self._check_signature((), arguments)
 
     def _check_signature(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> inspect.BoundArguments:
         try:
@@ -289,7 +293,7 @@ class CallCodec(Codec):
         super().__init__()
         self.body_type = TaskCall
         self._register = register
-        self._by_beginning: dict[bytes, Task[..., Any]] = {}
+        self._by_beginning: dict[bytes, tuple[Task[..., Any], Codec]] = {}
 
     def encode(self, call: TaskCall) -> bytes:
         """Return JSON bytes of ``call``.
@@ -322,18 +326,19 @@ class CallCodec(Codec):
             known = self._by_beginning.get(before) or self._begun_by(before)
             if known is not None:
                 try:
-                    return TaskCall(known, known.parameters.codec.decode(rest[:-1]))
+                    return TaskCall(known[0], known[1].decode(rest[:-1]))
                 except NotJsonError:
                     pass  # another program may have written more behind the arguments
         name, arguments = _parts(raw)
         task = self._task(name)
         return TaskCall(task, task.parameters.codec.decode(arguments))
 
-    def _begun_by(self, before: bytes) -> Task[..., Any] | None:
-        """Return the registered task of the calls that begin so, and know it from now on."""
-        known = self._register.get(before[len(HEAD) :].decode(errors="replace")) if before.startswith(HEAD) else None
-        if known is not None:
-            self._by_beginning[before] = known
+    def _begun_by(self, before: bytes) -> tuple[Task[..., Any], Codec] | None:
+        """Return the registered task of the calls that begin so, with the codec of its arguments; know both from now on."""
+        task = self._register.get(before[len(HEAD) :].decode(errors="replace")) if before.startswith(HEAD) else None
+        if task is None:
+            return None
+        known = self._by_beginning[before] = task, task.parameters.codec
         return known
 
     def task_of(self, raw: bytes | Unserialized) -> str | None:
@@ -342,7 +347,7 @@ class CallCodec(Codec):
             return raw.body.task.name if isinstance(raw.body, TaskCall) else None
         known = self._begun_by(raw.partition(ARGS)[0])
         try:
-            return _parts(raw)[0] if known is None else known.name
+            return _parts(raw)[0] if known is None else known[0].name
         except SerializationError:
             return None
 

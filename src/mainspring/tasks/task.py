@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeAlias, TypeVar, c
 
 from mainspring.core.introspection import is_async
 from mainspring.core.process import in_event_loop
-from mainspring.errors import ConfigError, InvalidParameterError, TaskExitError
+from mainspring.errors import ConfigError, InvalidParameterError, SerializationError, TaskExitError
 from mainspring.mailbox.codec import Codec
 from mainspring.mailbox.jobs import with_identity
 from mainspring.mailbox.limits import check_seconds
@@ -221,9 +221,9 @@ class Task(Generic[P, R]):
         """Send one call. Return its job once the message is as durable as the mailbox makes it."""
         if not self._is_simple or self.tasks.recording is not None:
             return (await self.send_calls([(args, keywords)]))[0]
-        envelope = self._prepare(self.parameters.bind(args, keywords), self._headers)
-        stored = await self.tasks.mailbox.send_prepared([envelope], connection=self.sending.connection)
-        return Job(self.tasks, stored[0], new=envelope.is_stored_as(stored[0]))
+        envelopes = self._prepare([self.parameters.bind(args, keywords)], self._headers)
+        stored = await self.tasks.mailbox.send_prepared(envelopes, connection=self.sending.connection)
+        return self.jobs(envelopes, stored)[0]
 
     async def send_at(self, at: datetime, *args: P.args, **keywords: P.kwargs) -> Job[R]:
         """Send one call that may begin at ``at``, a datetime with a time zone; a past one is now."""
@@ -250,7 +250,7 @@ class Task(Generic[P, R]):
         await self.declare_limits()
         async with self.entered([call]):
             self._check_request()
-            envelope = self._prepare(call.arguments, call.headers)
+            (envelope,) = self._prepare([call.arguments], call.headers)
             if (recording := self.tasks.recording) is not None:
                 return cast("R", await recording.request(self, call, envelope))
             return self._result(await self.tasks.mailbox.request_prepared(envelope, timeout=timeout))
@@ -299,7 +299,12 @@ class Task(Generic[P, R]):
 
     def encode(self, arguments: dict[str, Any]) -> bytes:
         """Return the JSON bytes of a call."""
-        return self.head + self.parameters.encode(arguments) + b"}"
+        parameters = self.parameters
+        try:
+            return self.head + parameters.codec.encode(arguments) + b"}"
+        except SerializationError:
+            parameters.check_names(arguments)
+            raise
 
     def encode_result(self, result: Any) -> bytes:
         """Return the JSON bytes of what the function has returned.
@@ -308,21 +313,22 @@ class Task(Generic[P, R]):
         """
         return self.result_codec.encode(result)
 
-    def _prepare(self, arguments: dict[str, Any], headers: Mapping[str, str] | None) -> Envelope:
-        """Return the message of a call, checked and encoded."""
-        how, mailbox = self.sending, self.tasks.mailbox
+    def _prepare(self, calls: list[dict[str, Any]], headers: Mapping[str, str] | None) -> list[Envelope]:
+        """Return the messages of calls with these arguments, checked and encoded."""
+        how, mailbox, name = self.sending, self.tasks.mailbox, self.name
         if how is USUAL and not headers and mailbox.serializes and inherited() is None:  # without what it does not need
-            envelope = Envelope(mailbox.new_id(), self.encode(arguments))
+            new_id, encode = mailbox.new_id, self.encode
+            envelopes = [Envelope(new_id(), encode(arguments), task=name) for arguments in calls]
         else:
-            envelope = self._prepare_with_options(TaskCall(self, arguments), headers)
-        envelope.task = self.name
+            envelopes = [self._prepare_with_options(TaskCall(self, arguments), headers) for arguments in calls]
         if self.has_key:
-            envelope.key, envelope.weight = share_of(self, arguments)
-        return with_identity(envelope) if self.has_key or how.result_ttl else envelope
+            for envelope, arguments in zip(envelopes, calls, strict=True):
+                envelope.key, envelope.weight = share_of(self, arguments)
+        return list(map(with_identity, envelopes)) if self.has_key or how.result_ttl else envelopes
 
     def _prepare_with_options(self, call: TaskCall, headers: Mapping[str, str] | None) -> Envelope:
         how = self.sending
-        return self.tasks.mailbox.prepare(
+        envelope = self.tasks.mailbox.prepare(
             call,
             delay=how.delay,
             at=how.at,
@@ -332,6 +338,8 @@ class Task(Generic[P, R]):
             expires_in=how.expires_in,
             deadline=how.deadline,
         )
+        envelope.task = self.name
+        return envelope
 
     async def send_calls(self, calls: Sequence[Arguments]) -> list[Job[R]]:
         """Send calls with these arguments, all or none."""
@@ -345,7 +353,7 @@ class Task(Generic[P, R]):
         mailbox, bind, recording = self.tasks.mailbox, self.parameters.bind, self.tasks.recording
         if not self.senders and not self.stands_for_key and recording is None:
             await self.declare_limits()
-            envelopes = [self._prepare(bind(*each), self._headers) for each in calls]
+            envelopes = self._prepare([bind(*each) for each in calls], self._headers)
             return envelopes, await mailbox.send_prepared(envelopes, connection=connection)
         outgoing = [OutgoingCall(self, bind(*each), self._headers) for each in calls]
         async with self.prepared(outgoing) as envelopes:
@@ -374,12 +382,12 @@ class Task(Generic[P, R]):
         """Enter the middleware for a send of ``calls``, and yield their messages, which are to be sent in the block."""
         await self.declare_limits()
         async with self.entered(calls):
-            yield [self._prepare(call.arguments, call.headers) for call in calls]
+            yield [envelope for call in calls for envelope in self._prepare([call.arguments], call.headers)]
 
     def jobs(self, envelopes: list[Envelope], stored: list[str]) -> list[Job[R]]:
         """Return the jobs of messages that are in the store under these ids."""
-        pairs = zip(stored, envelopes, strict=True)
-        return [Job(self.tasks, job_id, new=envelope.is_stored_as(job_id)) for job_id, envelope in pairs]
+        pairs, tasks = zip(stored, envelopes, strict=True), self.tasks
+        return [Job(tasks, there, new=there == sent.message_id or sent.is_stored_as(there)) for there, sent in pairs]
 
     @asynccontextmanager
     async def entered(self, calls: list[OutgoingCall]) -> AsyncIterator[None]:
