@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import pytest
 
-from mainspring import DeadLetterPolicy, LoopGroup, Tasks, open_mailbox
+from mainspring import DeadLetterPolicy, LoopGroup, Tasks, open_mailbox, parallel
 from mainspring.cli.app import call
 from mainspring.mailbox import job_list
 
@@ -188,6 +188,29 @@ def test_a_body_that_is_no_call_is_replaced(tmp_path, capsys):
     message_id = anyio.run(fill)
     assert called(capsys, "edit", plain, message_id, "[1, 2]")[0] == 0
     assert [job["id"] for job in listed(capsys, plain, "--search", "[1,2]")] == [message_id]
+
+
+def test_a_chain_is_listed_shown_and_cancelled(url, capsys):
+    tasks = Tasks(url)
+
+    @tasks.task
+    async def work(number: int) -> int:
+        return number
+
+    async def send() -> str:
+        async with tasks:
+            return (await parallel([work.s(n) for n in range(3)]).send()).id
+
+    chain_id = anyio.run(send)
+    found = listed(capsys, url)
+    assert len(found) == 4
+    assert {job["chain"] for job in found} == {chain_id}
+    assert f"{chain_id}  running    chain" in called(capsys, "jobs", url)[1]
+    assert json.loads(called(capsys, "job", url, chain_id, "--json")[1])["state"] == "running"
+    assert called(capsys, "cancel", url, chain_id)[:2] == (0, f"{chain_id} cancelled\n")
+    assert called(capsys, "cancel", url, chain_id)[0] == 1
+    (chain,) = listed(capsys, url)
+    assert (chain["id"], chain["state"]) == (chain_id, "cancelled")
 
 
 def test_a_mailbox_and_a_task_are_paused_and_limited(url, ids, capsys):

@@ -283,7 +283,9 @@ async def test_a_chain_and_its_parts_are_jobs(store):
         (whole,) = (each for each in found if each.id == each.chain)
         assert (whole.state, whole.task, len(found)) == (JobState.RUNNING, None, 3)
         assert abs((datetime.now(UTC) - whole.enqueued_at).total_seconds()) < 30
+        assert (await tasks.job(job.id).status()).state is JobState.RUNNING
         assert await job.cancel()
+        assert await tasks.mailbox.purge(state="cancelled") == 0
         (whole,) = [each async for each in tasks.mailbox.jobs()]
         assert whole.state is JobState.CANCELLED
         assert whole.finished_at >= whole.enqueued_at

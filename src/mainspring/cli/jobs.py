@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from mainspring.cli.limits import limit_line
-from mainspring.cli.store import mailbox_alone, mailbox_and_ids, printable, with_mailbox
+from mainspring.cli.store import mailbox_alone, mailbox_and_ids, printable, tasks_and_ids, with_mailbox
 from mainspring.cli.user_errors import FAILED, UserError, say
 from mainspring.errors import JobNotFoundError, JobRunningError
 from mainspring.mailbox import jobs
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from mainspring.mailbox.limiters import LimitState
     from mainspring.mailbox.mailbox import Mailbox
     from mainspring.mailbox.message import Counts
+    from mainspring.tasks.tasks import Tasks
 
 
 def show_stats(words: Sequence[str], as_json: bool) -> int:
@@ -76,13 +77,20 @@ def show_job(words: Sequence[str], as_json: bool) -> int:
 def cancel_jobs(words: Sequence[str], as_json: bool) -> int:
     """End jobs before they are done. The status is 1 where one is not unfinished."""
 
-    async def cancel(mailbox: Mailbox[Any, Any], job_id: str) -> str:
-        outcome = await mailbox.cancel(job_id)
-        if outcome is CancelOutcome.UNKNOWN:
+    async def cancel(tasks: Tasks, job_id: str) -> str:
+        outcome = await tasks.mailbox.cancel(job_id)
+        if outcome is CancelOutcome.UNKNOWN and not await _cancel_chain(tasks, job_id):
             raise JobNotFoundError(f"job {job_id}: no such message is scheduled, pending or running")
-        return outcome
+        return CancelOutcome.CANCELLED if outcome is CancelOutcome.UNKNOWN else outcome
 
     return _for_each(words, "cancel", cancel, as_json)
+
+
+async def _cancel_chain(tasks: Tasks, chain_id: str) -> bool:
+    try:
+        return tasks.mailbox.capabilities.records and await tasks.chain_job(chain_id).cancel()
+    except JobNotFoundError:
+        return False
 
 
 def reschedule_jobs(words: Sequence[str], delay: float | None, at: datetime | None, as_json: bool, *, verb: str) -> int:
@@ -90,8 +98,8 @@ def reschedule_jobs(words: Sequence[str], delay: float | None, at: datetime | No
     if verb == "reschedule" and (delay is None) == (at is None):
         raise UserError("reschedule: say when: --in 5m, or --at 2026-01-10T09:00:00Z")
 
-    async def reschedule(mailbox: Mailbox[Any, Any], job_id: str) -> str:
-        await jobs.reschedule(mailbox, job_id, delay_of(delay or 0, at))
+    async def reschedule(tasks: Tasks, job_id: str) -> str:
+        await jobs.reschedule(tasks.mailbox, job_id, delay_of(delay or 0, at))
         return "rescheduled"
 
     return _for_each(words, verb, reschedule, as_json)
@@ -129,25 +137,23 @@ def edit_job(words: Sequence[str], as_json: bool) -> int:
     return 0
 
 
-def _for_each(
-    words: Sequence[str], verb: str, act: Callable[[Mailbox[Any, Any], str], Awaitable[str]], as_json: bool
-) -> int:
-    mailbox, ids = mailbox_and_ids(words)
+def _for_each(words: Sequence[str], verb: str, act: Callable[[Tasks, str], Awaitable[str]], as_json: bool) -> int:
+    tasks, ids = tasks_and_ids(words)
     if not ids:
         raise UserError(f"{verb}: give the ids of jobs, behind the mailbox")
 
-    async def act_on_each(opened: Mailbox[Any, Any]) -> dict[str, str]:
+    async def act_on_each(_: Mailbox[Any, Any]) -> dict[str, str]:
         outcomes: dict[str, str] = {}
         for job_id in ids:
             try:
-                outcomes[job_id] = await act(opened, job_id)
+                outcomes[job_id] = await act(tasks, job_id)
             except (JobNotFoundError, JobRunningError) as error:
                 say(str(error))
         return outcomes
 
-    done = with_mailbox(mailbox, act_on_each)
+    done = with_mailbox(tasks.mailbox, act_on_each)
     if as_json:
-        typer.echo(json.dumps({"mailbox": mailbox.name, "done": done}))
+        typer.echo(json.dumps({"mailbox": tasks.mailbox.name, "done": done}))
     else:
         for job_id, outcome in done.items():
             typer.echo(printable(f"{job_id} {outcome}"))

@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from mainspring.cli.store import mailbox_and_ids, printable, with_mailbox
+from mainspring.cli.store import printable, tasks_and_ids, with_mailbox
 from mainspring.cli.user_errors import FAILED, UserError, say
 from mainspring.errors import ConfigError, ScheduleNotFoundError
-from mainspring.mailbox.mailbox import Mailbox
 from mainspring.tasks.schedule_times import Times
-from mainspring.tasks.tasks import Tasks
 from mainspring.validation import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from mainspring.mailbox.mailbox import Mailbox
     from mainspring.tasks.schedules import ScheduleStatus
 
 DONE = {"pause": "paused", "resume": "resumed", "remove": "removed"}
@@ -28,7 +27,7 @@ DONE = {"pause": "paused", "resume": "resumed", "remove": "removed"}
 
 def list_schedules(words: Sequence[str], as_json: bool) -> int:
     """Print the schedules of a mailbox, a line each."""
-    tasks, rest = _tasks_and_names(words)
+    tasks, rest = tasks_and_ids(words)
     if rest:
         raise UserError(f"schedules list: takes a mailbox alone, not {' '.join(rest)!r:.100}")
     found: list[ScheduleStatus] = with_mailbox(tasks.mailbox, lambda _: tasks.schedules.list())
@@ -43,7 +42,7 @@ def list_schedules(words: Sequence[str], as_json: bool) -> int:
 
 def change_schedules(words: Sequence[str], verb: str, as_json: bool) -> int:
     """Pause, resume, remove or run schedules now. The status is 1 where there is none of a name."""
-    tasks, names = _tasks_and_names(words)
+    tasks, names = tasks_and_ids(words)
     if not names:
         raise UserError(f"schedules {verb}: give the names of schedules, behind the mailbox")
     act = getattr(tasks.schedules, verb.replace("-", "_"))
@@ -65,13 +64,6 @@ def change_schedules(words: Sequence[str], verb: str, as_json: bool) -> int:
         for name, outcome in done.items():
             typer.echo(printable(f"{name} {outcome}"))
     return 0 if len(done) == len(set(names)) else FAILED
-
-
-def _tasks_and_names(words: Sequence[str]) -> tuple[Tasks, list[str]]:
-    mailbox, names = mailbox_and_ids(words)
-    return Tasks(
-        Mailbox(mailbox.backend)
-    ), names  # a face of its own: that of a program is bound to the program's tasks
 
 
 def _line(status: ScheduleStatus) -> str:

@@ -14,6 +14,8 @@ from mainspring.mailbox.open import open_mailbox
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
+    from mainspring.tasks.tasks import Tasks
+
 ENVIRONMENT = "MAINSPRING_URL"
 """The environment variable that names the mailbox where a command does not."""
 
@@ -48,6 +50,16 @@ def mailbox_alone(words: Sequence[str], verb: str) -> Mailbox[Any, Any]:
     if rest:
         raise UserError(f"{verb}: takes a mailbox alone, not {' '.join(rest)!r:.100}")
     return mailbox
+
+
+def tasks_and_ids(words: Sequence[str]) -> tuple[Tasks, list[str]]:
+    """Return the mailbox that a command's words name as tasks, none of which is registered, and the ids behind it."""
+    from mainspring.tasks.tasks import Tasks
+
+    mailbox, given = mailbox_and_ids(words)
+    return Tasks(
+        Mailbox(mailbox.backend)
+    ), given  # a face of its own: that of a program is bound to the program's tasks
 
 
 def _mailbox_of(target: str) -> Mailbox[Any, Any]:

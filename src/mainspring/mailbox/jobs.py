@@ -31,6 +31,7 @@ from mainspring.errors import (
 from mainspring.mailbox.history import ERROR_SIZE, read_history
 from mainspring.mailbox.message import EXPIRED, MessagePlace, RescheduleOutcome, Result, header_of
 from mainspring.mailbox.records import (
+    CHAIN,
     CHAIN_PART,
     KEY_HEADER,
     PROGRESS,
@@ -225,11 +226,17 @@ def _written(said: Mapping[str, Any]) -> bytes:
 
 
 async def status_of(mailbox: Mailbox[Any, Any], message_id: str) -> JobStatus:
-    """Return the status of the message with that id.
+    """Return the status of the message, or of the chain, with that id.
 
     :raises JobNotFoundError: no message of that id is unfinished or dead, and no end of one is kept.
     """
-    status = (await _look(mailbox, message_id)).status
+    try:
+        status = (await _look(mailbox, message_id)).status
+    except JobNotFoundError:
+        if mailbox.capabilities.records:
+            for record in await mailbox.backend.find_records(CHAIN, [message_id]):
+                return status_of_chain(record)
+        raise
     return (await with_progress(mailbox.backend, [status]))[0]
 
 
