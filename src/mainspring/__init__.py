@@ -121,6 +121,7 @@ if TYPE_CHECKING:
     from mainspring.worker.actor import LoopActor as LoopActor
     from mainspring.worker.actor import check_health as check_health
     from mainspring.worker.context import Context as Context
+    from mainspring.worker.control import ConcurrencyRequest as ConcurrencyRequest
     from mainspring.worker.control import ControlMessage as ControlMessage
     from mainspring.worker.control import DrainRequest as DrainRequest
     from mainspring.worker.control import HealthCheckRequest as HealthCheckRequest
@@ -140,8 +141,8 @@ if TYPE_CHECKING:
 _HOMES = {
     "state.budget": ("Budget", "BudgetTracker"),
     "worker.control": (
-        "ControlMessage", "DrainRequest", "HealthCheckRequest", "HealthStatus", "PauseRequest", "PingRequest",
-        "ResumeRequest", "ShutdownRequest",
+        "ConcurrencyRequest", "ControlMessage", "DrainRequest", "HealthCheckRequest", "HealthStatus", "PauseRequest",
+        "PingRequest", "ResumeRequest", "ShutdownRequest",
     ),
     "errors": (
         "ConfigError", "ControlRefusedError", "HandlerStalledError", "HandlerTimeoutError", "InvalidParameterError",

@@ -677,7 +677,7 @@ async def time_out(pool, gate):
     ("options", "complaint"),
     [
         ({"kind": "fibre"}, "kind must be one of 'thread', 'process', 'interpreter', not 'fibre'"),
-        ({"workers": 0}, "workers must be a whole number from 1, or None, not 0"),
+        ({"workers": 0}, "workers must be a whole number from 1, not 0"),
         ({"workers": True}, "workers must be a whole number"),
         ({"queue_limit": -1}, "queue_limit must be a whole number from 0, or None, not -1"),
         ({"shutdown_timeout": float("inf")}, "shutdown_timeout must be 0 or more seconds and finite, not inf"),

@@ -185,6 +185,10 @@ class Calls:
         self._is_cut = False
         self._news: anyio.Event | None = None
 
+    def resize(self, workers: int) -> None:
+        """Let that many calls run at once from now on. Those that run go on, also where they are more."""
+        self._slots.total_tokens = workers
+
     @property
     def in_flight(self) -> int:
         """Number of calls being performed whose callers still wait."""

@@ -208,6 +208,21 @@ class OffloadPool:
         result: T = await self._calls.run_to_the_end(executor.job(fn, args), waiting)
         return result
 
+    def set_workers(self, workers: int) -> None:
+        """Let that many calls run at once from now on. With fewer, calls that run go on, and the next ones wait.
+
+        Processes that are too many by then stay idle until the pool is closed.
+
+        :raises ConfigError: it is no whole number from 1.
+        :raises OffloadClosedError: the pool is open on another event loop.
+        """
+        _check_workers(workers)
+        if self._entered:
+            self._check_owner()
+            assert self._calls is not None
+            self._calls.resize(workers)
+        self.workers = workers
+
     def _check_plain(self, fn: Any) -> None:
         code = getattr(fn, "__code__", None)  # of most functions, and quicker to look at than the rest
         if code is not None and not code.co_flags & _RUNS_NOTHING:
@@ -356,11 +371,16 @@ def _default_workers(kind: str) -> int:
     return min(MOST_THREADS, processors + 4) if kind == "thread" else processors
 
 
+def _check_workers(workers: object) -> None:
+    if not is_whole(workers, 1):
+        raise ConfigError(f"OffloadPool: workers must be a whole number from 1, not {workers!r}")
+
+
 def _check(kind: object, workers: object, queue_limit: object, **times: object) -> None:
     if kind not in KINDS:
         raise ConfigError(f"OffloadPool: kind must be one of {', '.join(map(repr, KINDS))}, not {kind!r}")
-    if workers is not None and not is_whole(workers, 1):
-        raise ConfigError(f"OffloadPool: workers must be a whole number from 1, or None, not {workers!r}")
+    if workers is not None:
+        _check_workers(workers)
     if queue_limit is not None and not is_whole(queue_limit, 0):
         raise ConfigError(f"OffloadPool: queue_limit must be a whole number from 0, or None, not {queue_limit!r}")
     for name, seconds in times.items():

@@ -65,6 +65,11 @@ class OpenBatches:
             for batch in list(self._open):
                 self.close(batch)
 
+    def resize(self, slots: int) -> None:
+        """Know that the loop runs that many calls at once from now on."""
+        self._slots = slots
+        self.close_if_all_wait()
+
     def shut_down(self) -> None:
         """Close all of them, now and later: the loop is told to stop."""
         self._shut_down = True

@@ -102,6 +102,12 @@ class Pools:
         self._tasks.loops -= 1
         return await self._opened.__aexit__(kind, error, trace)
 
+    def set_workers(self, workers: int) -> None:
+        """Let the pools that were not given run that many functions at once."""
+        self._workers = workers
+        for pool in self._by_kind.values():
+            pool.set_workers(workers)
+
     def __getitem__(self, task: Task[..., Any]) -> OffloadPool:
         return self._by_task[task.name]
 
@@ -148,6 +154,10 @@ class TaskRuns:
     def shut_down(self) -> None:
         """Let the batches run that wait for more calls: none come."""
         self._open_batches.shut_down()
+
+    def resize(self, slots: int) -> None:
+        """Let batches be as large as the loop's concurrency is from now on."""
+        self._open_batches.resize(slots)
 
     def make(self, delivery: Delivery, scope: anyio.CancelScope) -> Coroutine[Any, Any, Decision]:
         """Run the function of a call once; see :meth:`HandlerRuns.make`."""

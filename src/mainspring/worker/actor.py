@@ -31,6 +31,7 @@ from mainspring.runtime.scope import DaemonScope
 from mainspring.validation import is_number
 from mainspring.worker.adapter import LoopAdapter
 from mainspring.worker.control import (
+    ConcurrencyRequest,
     ControlMessage,
     DrainRequest,
     HealthCheckRequest,
@@ -42,6 +43,7 @@ from mainspring.worker.control import (
     ShutdownRequest,
 )
 from mainspring.worker.inside import is_inside
+from mainspring.worker.main_loop import MainLoop
 from mainspring.worker.runnable import AnyRunnable, Runnable, Steerable, stop_in_time
 
 if TYPE_CHECKING:
@@ -207,6 +209,11 @@ class LoopActor:
             case ResumeRequest():
                 self.loop.resume()
                 answer.offer(None)
+            case ConcurrencyRequest():
+                if not isinstance(self.loop, MainLoop):
+                    raise ControlRefusedError(f"loop {self.name!r} is no MainLoop, and has no concurrency")
+                self.loop.set_concurrency(message.concurrency)
+                answer.offer(None)
             case ShutdownNotice():
                 self.loop.announce_shutdown()
                 answer.offer(None)
@@ -218,9 +225,10 @@ class LoopActor:
             case _ if self._on_message is not None:
                 self._hand_over(self._on_message, message, answer)
             case _:
-                known = "health check, ping, pause, resume, drain and shutdown; give LoopActor on_message= for others"
+                known = "health check, ping, pause, resume, concurrency, drain and shutdown"
+                how = "give LoopActor on_message= for others"
                 answer.offer_error(
-                    ControlRefusedError(f"loop {self.name!r} knows no {_called(message)}: it knows {known}")
+                    ControlRefusedError(f"loop {self.name!r} knows no {_called(message)}: it knows {known}; {how}")
                 )
 
     def _hand_over(self, on_message: OnMessage, message: ControlMessage[Any], answer: TicketWriter[Any]) -> None:

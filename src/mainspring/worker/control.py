@@ -75,6 +75,14 @@ class ResumeRequest(ControlMessage[None]):
 
 
 @dataclass(frozen=True, slots=True)
+class ConcurrencyRequest(ControlMessage[None]):
+    """Run at most ``concurrency`` handlers at once; see :meth:`MainLoop.set_concurrency`. The answer comes once it holds."""
+
+    ticket: Ticket[None] = field(default_factory=partial(Ticket, "concurrency"))
+    concurrency: int = field(kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
 class ShutdownNotice(ControlMessage[None]):
     """The end is near: handlers see it as ``ctx.shutting_down``. Work is taken as before, until a message says otherwise."""
 

@@ -258,6 +258,9 @@ class Runs(Protocol):
     def shut_down(self) -> None:
         """Begin what waits for further messages: none come."""
 
+    def resize(self, slots: int) -> None:
+        """Expect at most ``slots`` messages at once from now on."""
+
     def make(self, delivery: Delivery, scope: anyio.CancelScope) -> Coroutine[Any, Any, Decision]:
         """Run the handler once; see :meth:`HandlerRuns.make`."""
 
@@ -314,6 +317,9 @@ class HandlerRuns:
 
     def shut_down(self) -> None:
         """Do nothing: no run waits for further messages."""
+
+    def resize(self, slots: int) -> None:
+        """Do nothing, likewise."""
 
     async def make(self, delivery: Delivery, scope: anyio.CancelScope) -> Decision:
         """Run the handler once and decide what its end means.

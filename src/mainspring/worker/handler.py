@@ -8,7 +8,7 @@ import typing
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Coroutine
 from types import SimpleNamespace, UnionType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from mainspring.core.introspection import check_runs, code_of, instead_of, is_async, name_of
 from mainspring.core.process import end_returned_child, identity
@@ -17,7 +17,7 @@ from mainspring.worker.context import Context
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from contextlib import AbstractAsyncContextManager
+    from types import TracebackType
 
     from mainspring.mailbox.mailbox import Mailbox
     from mainspring.offload.pool import OffloadPool
@@ -30,6 +30,20 @@ Returned: TypeAlias = "Awaitable[R | None] | R | None"
 """What a handler of a mailbox with replies of type ``R`` returns: a reply, or None."""
 HandlerOf: TypeAlias = "Callable[[T], Returned[R]] | Callable[[T, Context[Any]], Returned[R]]"
 """A handler of a mailbox with bodies of type ``T`` and replies of type ``R``, for type checkers."""
+
+
+class HandlerPool(Protocol):
+    """What functions run in that do not run on the event loop: an :class:`OffloadPool`, or those of several tasks."""
+
+    async def __aenter__(self) -> Any: ...
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None: ...
+
+    def set_workers(self, workers: int) -> None:
+        """Let that many functions run at once."""
+
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -55,7 +69,7 @@ class Handlers(ABC):
         """Settle the types of the mailbox's bodies and replies."""
 
     @abstractmethod
-    def pool(self, offload: OffloadPool | str | None, workers: int) -> AbstractAsyncContextManager[Any] | None:
+    def pool(self, offload: OffloadPool | str | None, workers: int) -> HandlerPool | None:
         """Return what the functions run in that do not run on the event loop; the loop enters it for each run."""
 
     @abstractmethod

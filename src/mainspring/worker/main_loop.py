@@ -118,10 +118,10 @@ class MainLoop:
             shutdown_priority, retry, dead_letter, lease,
         )  # fmt: skip
         self._pool = self.handlers.pool(offload, concurrency)
+        self._own_pool = None if self._pool is offload else self._pool
         self.handlers.bind(mailbox)
         _ = mailbox.codec  # made now, so that a type which cannot be a body is refused here
         self.mailbox = mailbox
-        self.concurrency = concurrency
         self.visibility_timeout = float(visibility_timeout)
         self.wait_time_seconds = float(wait_time_seconds)
         self.shutdown_timeout = shutdown_timeout
@@ -222,6 +222,7 @@ class MainLoop:
         self._worker = worker
         # Asked once it can be told: a request from another thread is either seen here, or comes to the worker.
         self._follow_pause(worker)
+        self._follow_concurrency(worker)
         if self._stop_asked:
             worker.shut_down()
         self._heartbeat.beat()
@@ -287,6 +288,26 @@ class MainLoop:
         self._paused = False
         self._tell(self._follow_pause)
 
+    def set_concurrency(self, concurrency: int) -> None:
+        """Run at most ``concurrency`` handlers at once, in the run that is under way and in later ones.
+
+        With more, further messages begin at once. With fewer, running handlers go on, and none begins before fewer of them are
+        left; messages that were claimed and cannot begin are released, uncharged. A pool that the loop has made for its plain
+        functions follows. Of several calls the last one counts. Callable from any thread or signal handler.
+
+        It is for this loop alone: :meth:`Mailbox.set_concurrency` limits all workers of a mailbox together.
+
+        :raises ConfigError: it is no whole number from 1.
+        """
+        _check_concurrency(self.name, concurrency)
+        self._settings = self._settings._replace(concurrency=concurrency)
+        self._tell(self._follow_concurrency)
+
+    @property
+    def concurrency(self) -> int:
+        """How many handlers run at once, at most."""
+        return self._settings.concurrency
+
     @property
     def paused(self) -> bool:
         """True if it has been told to pause."""
@@ -313,6 +334,11 @@ class MainLoop:
             worker.pause()
         else:
             worker.resume()
+
+    def _follow_concurrency(self, worker: Worker) -> None:
+        worker.set_concurrency(self.concurrency)
+        if self._own_pool is not None:
+            self._own_pool.set_workers(self.concurrency)
 
     def _tell(self, act: Callable[[Worker], object]) -> None:
         worker = self._worker
@@ -413,6 +439,11 @@ class MainLoop:
         return self._worker
 
 
+def _check_concurrency(name: str, concurrency: int) -> None:
+    if not is_whole(concurrency, 1):
+        raise ConfigError(f"loop {name!r}: concurrency must be a whole number from 1, not {concurrency!r}")
+
+
 def _check_times(name: str, visibility: float, wait: float) -> None:
     if not is_number(visibility, 1, MAX_VISIBILITY):
         raise ConfigError(
@@ -436,8 +467,7 @@ def _check(
 ) -> None:
     if not isinstance(name, str):
         raise ConfigError(f"loop {name!r}: name must be a string")
-    if not is_whole(concurrency, 1):
-        raise ConfigError(f"loop {name!r}: concurrency must be a whole number from 1, not {concurrency!r}")
+    _check_concurrency(name, concurrency)
     _check_times(name, visibility, wait)
     check_handling(f"loop {name!r}", "handler_timeout", handler_timeout, retry, dead_letter)
     if shutdown_timeout is not None and not is_number(shutdown_timeout, 0):

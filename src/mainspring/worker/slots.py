@@ -233,6 +233,11 @@ class ClaimAhead:
         self._ran_out = -math.inf  # the first instant since the last claim at which there was nothing to claim
         self._waiting = 0  # messages that had not begun after the last claim
 
+    def resize(self, slots: int) -> None:
+        """Have that many slots from now on, and those alone in hand until the rate is known again."""
+        self._slots = slots
+        self.begin_anew()
+
     def claimed(self, count: int, waiting: int, now: float) -> None:
         """Note that ``count`` messages were claimed, and that ``waiting`` of those before have not begun."""
         self._begun += self._waiting - waiting
@@ -292,6 +297,13 @@ class Slots:
         if taken >= self.concurrency and 2 * taken > most:
             return 0
         return min(most - taken, MAX_MESSAGES)
+
+    def resize(self, concurrency: int) -> None:
+        """Let that many handlers run at once from now on. Deliveries in hand stay, also where they are more."""
+        self.concurrency = concurrency
+        self.ahead.resize(concurrency)
+        if self._full and self.free > 0:
+            self._tell()
 
     async def until_free(self) -> None:
         """Wait for a free slot, and a moment longer while more become free at every turn: one claim for all of them."""

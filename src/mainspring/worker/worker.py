@@ -10,7 +10,8 @@ One run of a loop has these tasks: one or two receivers, the slots, and the alar
   backlog if it waits for too long, and have the store asked whether it answers (``StoreHealth``). They are stopped last.
 
 Invariants: a message is claimed for a free slot, or because a slot will soon be free (``ClaimAhead`` in ``slots.py``). At most
-``concurrency`` handlers run at once, whatever the number of slots: there are more while some of them settle. At most one
+``concurrency`` handlers run at once, whatever the number of slots: there are more while some of them settle. If the concurrency
+is lowered, running handlers go on, and as many slots as are too many end when they would be idle. At most one
 receiver claims at a time, or two where the mailbox keeps the order of its calls. While the backlog is not empty, a slot is busy
 or has been woken. Deliveries whose handlers ended well may be acknowledged together: then some slot is on its way to
 :meth:`Worker._acknowledge`.
@@ -99,8 +100,7 @@ class Worker:
         self.name = name
         self.entry = Entry(f"loop {name!r}")
         self.ended = AnywhereEvent(f"end of loop {name}")
-        self.settings = settings
-        self._concurrency, self._before = settings.concurrency, settings.before
+        self.settings, self._before = settings, settings.before
         self.admission = Admission(heartbeat)
         self.shutting_down = LazyEvent()
         self._alarms = Alarms()
@@ -117,7 +117,8 @@ class Worker:
         self.presence = Presence(name, group, mailbox, self.admission, slots)
         self._backlog: deque[Delivery] = deque()
         self._idle: deque[anyio.Event] = deque()
-        self._slot_count = self._waking = 0
+        self._slot_count = self._waking = self._surplus = 0
+        self._resized_at = -math.inf
         self._tasks: TaskGroup | None = None
         self._joined = mailbox.capabilities.joined_acks
         self._turn_ends = 0.0
@@ -178,6 +179,22 @@ class Worker:
         """Cancel the handlers that run. Their messages are released uncharged."""
         for delivery in self.deliveries:
             delivery.cancel(Cause.SHUTDOWN)
+
+    def set_concurrency(self, concurrency: int) -> None:
+        """Run at most ``concurrency`` handlers at once from now on. Those that run go on; what cannot begin is released."""
+        if concurrency == self._slots.concurrency:
+            return
+        self._slots.resize(concurrency)
+        self._handler_runs.resize(concurrency)
+        self._resized_at = self._clock()
+        self._surplus = max(0, self._slot_count - concurrency)
+        if self.admission.open:
+            self._release_ahead()
+            if self._backlog and not self._waking:
+                self._wake_slot()
+        for _ in range(min(self._surplus, len(self._idle))):
+            self._wake_slot()  # it ends
+        self.presence.change()
 
     # -------------------------------------------------------------------------------------------------------- engine
 
@@ -306,7 +323,7 @@ class Worker:
             if self._capacity is None:
                 # After a failure it does not wait: an idle loop must learn that the store answers again before a message comes.
                 # Nor does it while it claims ahead: a waiting loop is idle, and takes what its slots can begin at once.
-                waits = self.store_health.answers and self._slots.ahead.most == self._concurrency
+                waits = self.store_health.answers and self._slots.ahead.most == self._slots.concurrency
                 asked = self._clock()
                 self._admit(await receive.claim(free, self._wait if waits else 0.0), asked)
             else:
@@ -341,17 +358,16 @@ class Worker:
         self._slots.deliveries.update(dict.fromkeys(deliveries))
         if self._capacity is None and self._receives_left == math.inf:
             self._slots.ahead.claimed(len(deliveries), len(self._backlog), now)
-            if len(self._slots.deliveries) > self._concurrency:
+            if len(self._slots.deliveries) > self._slots.concurrency:
                 self._overdue.wake_by(now + OVERDUE)
         self._lease.track(deliveries)
         self._backlog.extend(deliveries)
         for delivery in deliveries:
             if delivery.message.delivery.attempt > 1 and delivery.message.crashes:
                 self._slots.suspects.add(delivery)
-        if self._slots.suspects:
-            ahead = len(self._backlog) - max(0, self._room())
-            if ahead > 0:  # a suspect may end this process again, and the others are charged for it
-                self._release_soon(ahead)
+        if self._slots.suspects or asked <= self._resized_at:
+            # A suspect may end this process again, and the others are charged for it. Or there are fewer slots by now.
+            self._release_ahead()
         if self.admission.open and not self._waking:
             self._wake_slot()
 
@@ -380,6 +396,8 @@ class Worker:
         with scope:
             await self._completion.finish_each(deliveries, RELEASED)
         self._releases.discard(scope)
+        if self._backlog and self.admission.open and not self._waking:
+            self._wake_slot()  # until now they counted as handled
 
     def _release_soon(self, count: int) -> None:
         """Release the youngest ``count`` of the backlog, while the loop goes on."""
@@ -387,6 +405,12 @@ class Worker:
         scope = anyio.CancelScope(deadline=self._clock() + SETTLE_TIMEOUT, shield=True)
         self._releases.add(scope)
         self._tasks.start_soon(self._release, self._take_youngest(count), scope, name=f"{self.name} release")
+
+    def _release_ahead(self) -> None:
+        """Release what has no slot to begin in."""
+        ahead = len(self._backlog) - max(0, self._room())
+        if ahead > 0:
+            self._release_soon(ahead)
 
     def _release_overdue(self, overslept: float) -> float:
         """Release messages that were claimed ahead and could not begin in time, for other workers. Return when to look again.
@@ -409,7 +433,7 @@ class Worker:
         if self._idle:
             self._waking += 1
             self._idle.popleft().set()
-        elif self._slot_count < self._concurrency + self._slots.leaving + bool(self._completion.done):
+        elif self._slot_count < self._slots.concurrency + self._slots.leaving + bool(self._completion.done):
             # Settlements and handlers may take long: then this slot begins what is waiting, or settles what is done.
             assert self._tasks is not None
             self._slot_count += 1
@@ -488,7 +512,7 @@ class Worker:
                 self._begin_turn()
             decision = DONE  # an error's traceback holds all that the handler has made
             delivery = slot.delivery = None
-            if self._backlog and (self._slot_count <= self._concurrency or self._room() > 0):
+            if self._backlog and (self._slot_count <= self._slots.concurrency or self._room() > 0):
                 # It goes on before it acknowledges, so that acknowledgements join. If its handler waits, the slot that it has
                 # woken acknowledges them; it wakes none while another is waking, so that one serves alone where none waits.
                 delivery = slot.delivery = self._backlog.popleft()
@@ -498,7 +522,7 @@ class Worker:
                 delivery = slot.delivery = await self._next_delivery(scope)
 
     async def _next_delivery(self, scope: anyio.CancelScope) -> Delivery | None:
-        """Return the next delivery for an idle slot, or None at the end or if ``scope`` is used up.
+        """Return the next delivery for an idle slot, or None at the end, if ``scope`` is used up or the slot is too many.
 
         It wakes up to two other idle slots, so that the backlog fans out where handlers wait.
         """
@@ -516,6 +540,10 @@ class Worker:
                 return delivery
             if self._ending and not self._backlog:
                 return None
+            if self._surplus:
+                self._surplus -= 1
+                self._slot_count -= 1
+                return None
             event = anyio.Event()
             self._idle.append(event)
             try:
@@ -530,7 +558,7 @@ class Worker:
         """Return how many handlers more may run. There can be more slots than may handle at once, as some settle."""
         slots = self._slots
         handled = len(slots.deliveries) - len(self._backlog) - len(self._completion.done) - slots.leaving
-        return self._concurrency - handled
+        return slots.concurrency - handled
 
     async def _acknowledge(self, scope: anyio.CancelScope) -> None:
         """Acknowledge the deliveries that are done."""
