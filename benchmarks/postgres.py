@@ -20,6 +20,7 @@ import psycopg
 from brokers import Comparison, Contender, kill_session
 from common import HERE, beside, given_url, in_turns, missing, quick, report
 from idle import children
+from local_server import with_name
 from redelivery import report_redelivery
 
 DEFAULT = os.environ.get("MAINSPRING_POSTGRES_URL", "postgresql://postgres@127.0.0.1:5432/postgres")
@@ -51,9 +52,17 @@ def renew() -> None:
         connection.execute(f"CREATE DATABASE {DATABASE}")
 
 
+def mailbox_url(name: str = "bench") -> str:
+    """The URL of a mailbox in the database."""
+    return with_name(database_url(), name)
+
+
+def database_url() -> str:
+    return urlsplit(URL)._replace(path=f"/{DATABASE}").geturl()
+
+
 def url(contender: Contender) -> str:
-    there = urlsplit(URL)._replace(path=f"/{DATABASE}").geturl()
-    return f"{there}{'&' if '?' in there else '?'}name=bench" if contender.home is None else there
+    return mailbox_url() if contender.home is None else database_url()
 
 
 def report_idle(comparison: Comparison) -> None:

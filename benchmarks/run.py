@@ -36,6 +36,7 @@ SCRIPTS = (
     "session",
     "tasks",
     "schedules",
+    "limits",
 )
 
 
