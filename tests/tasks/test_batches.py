@@ -17,6 +17,7 @@ from mainspring import (
     Depends,
     InMemoryMailbox,
     JobState,
+    LoopGroup,
     Provided,
     RequestFailedError,
     RetryPolicy,
@@ -268,6 +269,35 @@ async def test_a_result_of_a_call_fits_what_the_function_says_of_each(anyio_back
             await index.request(1, timeout=20)
 
 
+@pytest.mark.parametrize("offload", [None, "thread"])
+def test_a_function_is_given_the_context_of_each_call_and_beats_for_all(offload):
+    async def main():
+        tasks = Tasks(InMemoryMailbox())
+        seen = []
+
+        def look(contexts, names):
+            seen.append([(ctx.message.id, name) for ctx, name in zip(contexts, names, strict=True)])
+            for ctx in contexts:
+                ctx.beat()
+
+        async def index(contexts: list[Context], names: list[str]) -> None:
+            for _ in range(4):
+                await anyio.sleep(50)
+                look(contexts, names)
+
+        def plain(contexts: list[Context[str]], names: list[str]) -> None:
+            look(contexts, names)
+
+        task = tasks.task(batch=2, offload=offload, name="index")(plain if offload else index)
+        async with LoopGroup([tasks.loop()], guardian=False, watchdog_threshold=80, watchdog_interval=5):
+            jobs = await task.send_many([("ann",), ("bob",)])
+            await until_done(tasks.mailbox, 1000)
+            assert seen == [[(job.id, name) for job, name in zip(jobs, ("ann", "bob"), strict=True)]] * len(seen)
+            assert seen
+
+    run_virtual(main)
+
+
 def test_a_function_that_cannot_take_calls_together_is_refused():
     tasks = Tasks(InMemoryMailbox())
 
@@ -276,8 +306,9 @@ def test_a_function_that_cannot_take_calls_together_is_refused():
     async def bare(numbers: list) -> None: ...
     async def given(numbers: list[int] = []) -> None: ...  # noqa: B006 - that is what is refused
     async def with_context(ctx: Context, numbers: list[int]) -> None: ...
+    async def contexts_alone(contexts: list[Context]) -> None: ...
 
-    for fn in (one, two, bare, given, with_context):
+    for fn in (one, two, bare, given, with_context, contexts_alone):
         with pytest.raises(ConfigError, match="the function takes one list"):
             tasks.task(batch=5)(fn)
     for options in ({"batch": 0}, {"batch": 1.5}, {"batch": 5, "batch_wait": -1}, {"batch": 5, "batch_wait": "1"}):

@@ -24,12 +24,15 @@ from mainspring import (
     RequestTimeoutError,
     RetryPolicy,
     Tasks,
+    chain,
+    open_mailbox,
 )
-from mainspring.errors import InvalidParameterError, JobNotFoundError, JobRunningError
+from mainspring.errors import InvalidParameterError, JobNotFoundError, JobRunningError, MailboxConnectionError
 from mainspring.mailbox.jobs import result_of
 from mainspring.mailbox.records import RESULT, RecordWrite
 from mainspring.testing import VirtualClock, run_virtual
 from stores import KINDS, on
+from wrapped_backend import WrappedBackend, wrap
 
 pytestmark = pytest.mark.anyio
 
@@ -240,6 +243,44 @@ async def test_the_header_that_earlier_revisions_sent_keeps_a_result(anyio_backe
     async with group_of(tasks):
         job = tasks.job(await tasks.mailbox.send(work.s(5), headers={"result_ttl": "60"}))
         assert await job.result(timeout=20) == 5
+
+
+class Away(WrappedBackend):
+    """A store that cannot be reached for a while."""
+
+    until = 0.0
+
+    async def find(self, message_ids):
+        if anyio.current_time() < self.until:
+            raise MailboxConnectionError("it restarts")
+        return await self.inner.find(message_ids)
+
+    async def find_records(self, kind, keys):
+        if anyio.current_time() < self.until:
+            raise MailboxConnectionError("it restarts")
+        return await self.inner.find_records(kind, keys)
+
+
+@pytest.mark.parametrize("in_chain", [False, True])
+def test_a_wait_rides_over_a_store_that_restarts(in_chain):
+    async def main():
+        asking, tasks = Tasks(wrap(open_mailbox("memory://jobs"), Away)), Tasks("memory://jobs")
+
+        @tasks.task(result_ttl=HOUR)
+        async def work() -> int:
+            await anyio.sleep(20)
+            return 5
+
+        async with asking, group_of(tasks):
+            job = await (chain(work.s()).send() if in_chain else work.send())
+            asked = asking.chain_job(job.id) if in_chain else asking.job(job.id)
+            asking.mailbox.backend.until = anyio.current_time() + 60
+            with pytest.raises(RequestTimeoutError):
+                await asked.result(timeout=30)
+            assert await asked.result() == 5
+            assert anyio.current_time() < asking.mailbox.backend.until + 10
+
+    run_virtual(main)
 
 
 def test_a_thread_that_is_not_async_follows_its_job(tmp_path):

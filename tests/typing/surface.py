@@ -450,7 +450,14 @@ async def index(jobs: list[Job]) -> list[Result | ValueError]:
 def remove(names: list[str]) -> None: ...
 
 
+@tasks.task(batch=100)
+async def count(contexts: list[Context[Any]], names: list[str]) -> list[int]:
+    return [context.attempt for context in contexts]
+
+
 async def batches() -> None:
+    assert_type(await count.send("a"), SentJob[int])
+    await count.send(1)  # type: ignore[arg-type]
     assert_type(await index.options(result_ttl=60).send(Job(1)), SentJob[Result])
     await remove.send("a")
     await remove.send(["a"])  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, Self, TypeVar
 
 import anyio
 
@@ -21,6 +21,7 @@ from mainspring.core import clock
 from mainspring.errors import (
     JobNotFoundError,
     JobRunningError,
+    MailboxConnectionError,
     MailboxError,
     RequestCancelledError,
     RequestFailedError,
@@ -42,20 +43,26 @@ from mainspring.mailbox.records import (
     check_size,
 )
 from mainspring.mailbox.workers import worker_name, workers_of_jobs
+from mainspring.runtime.retry import Retries
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
     from mainspring.mailbox.backend import Backend
     from mainspring.mailbox.mailbox import Mailbox
     from mainspring.mailbox.message import ClaimedMessage, Dead, Envelope, UnfinishedMessage
     from mainspring.mailbox.records import Record
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 LOOK_EVERY = 1.0
 """Seconds after which a wait for a result looks at the store again: an announcement can be missed, and a death in another
 process is not announced."""
 CANCEL_TIMEOUT = 5.0
 """Seconds that the record of a cancellation may take."""
+LONGEST_PAUSE = 5.0
+"""The most seconds between two looks at a store that cannot be reached."""
 PROGRESS_LIFE = 3_600.0
 """Seconds that progress is kept after it was last said."""
 
@@ -272,7 +279,7 @@ async def outcome_of(mailbox: Mailbox[Any, Any], message_id: str, timeout: float
     """
     with anyio.move_on_after(timeout):
         with EndListener(mailbox.backend, message_id) as news:
-            while not (outcome := await _look(mailbox, message_id)).status.is_finished:
+            while not (outcome := await patiently(_look, mailbox, message_id)).status.is_finished:
                 await news.wait(LOOK_EVERY)
         return _checked(outcome)
     raise RequestTimeoutError(f"job {message_id}: it was not finished within {timeout:g} s; wait longer, or cancel it")
@@ -283,13 +290,23 @@ async def progress_of(mailbox: Mailbox[Any, Any], message_id: str) -> AsyncItera
     before: JobProgress | None = None
     with EndListener(mailbox.backend, message_id) as news:
         while True:
-            status = await status_of(mailbox, message_id)
+            status = await patiently(status_of, mailbox, message_id)
             if status.progress is not None and status.progress != before:
                 before = status.progress
                 yield before
             if status.is_finished:
                 return
             await news.wait(LOOK_EVERY)
+
+
+async def patiently(look: Callable[P, Awaitable[T]], *args: P.args, **keywords: P.kwargs) -> T:
+    """Return what a look at the store gives. Where the store cannot be reached, look again, after longer and longer pauses."""
+    retries = Retries(initial=0.1, maximum=LONGEST_PAUSE)
+    while True:
+        try:
+            return await look(*args, **keywords)
+        except MailboxConnectionError:
+            await retries.pause()
 
 
 async def reschedule(mailbox: Mailbox[Any, Any], message_id: str, delay: float) -> None:

@@ -10,7 +10,7 @@ When the last one has left, the function is cancelled.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import anyio
 
@@ -23,16 +23,25 @@ if TYPE_CHECKING:
 
     from anyio.abc import TaskGroup
 
+    from mainspring.worker.context import Context
+
 CLEAN_UP = 5.0
 """Seconds for which the last call that leaves a batch waits until the cancelled function has ended."""
+
+
+class BatchItem(NamedTuple):
+    """One call of a batch: its argument, and its context if the function takes that."""
+
+    argument: Any
+    context: Context | None
 
 
 class CallBatch:
     """The calls that one run of the function is for."""
 
     def __init__(self) -> None:
-        self.items: dict[int, Any] = {}
-        """The argument of each call, by a number of its own."""
+        self.items: dict[int, BatchItem] = {}
+        """The calls, each by a number of its own."""
         self.results: dict[int, Any] = {}
         self.error: Exception | None = None
         self.closed = anyio.Event()
@@ -79,14 +88,14 @@ class OpenBatches:
 class CallBatches:
     """The batches of one task in one run of a loop.
 
-    :param call: runs the function for a list of arguments.
+    :param call: runs the function for a list of calls.
     :param tasks: in which it runs.
     """
 
     def __init__(
         self,
         name: str,
-        call: Callable[[list[Any]], Awaitable[Any]],
+        call: Callable[[list[BatchItem]], Awaitable[Any]],
         *,
         size: int,
         wait: float,
@@ -102,7 +111,7 @@ class CallBatches:
         self._open: CallBatch | None = None
         self._numbers = 0
 
-    async def join(self, item: Any) -> Any:
+    async def join(self, item: BatchItem) -> Any:
         """Add a call to the open batch; wait until the function has run, and return what it returned for this call.
 
         Raises what the function raised, or returned for this call. Cancelled, the call leaves the batch.

@@ -28,8 +28,8 @@ _NO_DEFAULT = inspect.Parameter.empty
 class Parameters:
     """The parameters of a task's function: which of them are sent, and their types.
 
-    The :class:`~mainspring.worker.context.Context` is not sent, nor are dependencies. Parameters that
-    have a default need not be sent: then the worker's default holds. Of a function that takes calls in batches, the one
+    The :class:`~mainspring.worker.context.Context` (in a batch, the list of them) is not sent, nor are dependencies. Parameters
+    that have a default need not be sent: then the worker's default holds. Of a function that takes calls in batches, the one
     parameter is a list, and its elements are sent.
 
     :raises ConfigError: the function takes ``*args`` or ``**kwargs``, or an annotation is missing or cannot be resolved; or
@@ -44,7 +44,7 @@ class Parameters:
             raise ConfigError(f"task {name}: its parameters cannot be read ({error}); wrap it in a function") from None
         annotations = Annotations(f"task {name}", code_of(fn), names)
         self.context: str | None = None
-        """The name of the parameter that gets the context, or None."""
+        """The name of the parameter that gets the context, or in a batch the contexts, or None."""
         self.dependencies = _dependencies(name, fn)
         """The names of the parameters that the worker provides; they are not sent."""
         self.result_type = awaited(annotations.known("return"))
@@ -57,7 +57,7 @@ class Parameters:
                 )
             if each.name in self.dependencies:
                 continue
-            if Context in alternatives(annotations.known(each.name)):
+            if _is_context(annotations.known(each.name), is_batch=is_batch):
                 if self.context is not None:
                     raise ConfigError(
                         f"task {name}{signature}: {self.context} and {each.name} are the context; keep one"
@@ -85,10 +85,10 @@ class Parameters:
         """Return the parameter of a function for batches as each call gives it: one element of the list."""
         element = typing.get_args(sent[0].annotation) if len(sent) == 1 else ()
         is_list = bool(element) and typing.get_origin(sent[0].annotation) is list
-        if not is_list or self.context is not None or sent[0].default is not _NO_DEFAULT:
+        if not is_list or sent[0].default is not _NO_DEFAULT:
             raise ConfigError(
                 f"task {self._name}{signature}: with batch=, the function takes one list, as (jobs: list[Job]), and each call"
-                " one element of it; it has no context"
+                " one element of it; a parameter of type list[Context] gets the context of each"
             )
         self._types = {sent[0].name: element[0]}
         return sent[0].replace(annotation=element[0])
@@ -217,6 +217,13 @@ class Parameters:
             return self._signature.bind(*args, **keywords)
         except TypeError as error:
             raise InvalidParameterError(f"task {self._name}{self._signature}: {error}") from None
+
+
+def _is_context(kind: Any, *, is_batch: bool) -> bool:
+    """True if a parameter of that type gets the context; in a batch, those of all calls, as a list."""
+    if not is_batch:
+        return Context in alternatives(kind)
+    return typing.get_origin(kind) is list and Context in alternatives(typing.get_args(kind)[0])
 
 
 def _element_of(returned: Any) -> Any:

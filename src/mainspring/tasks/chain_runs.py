@@ -22,7 +22,7 @@ from mainspring.errors import (
     RequestTimeoutError,
     ResultTooLargeError,
 )
-from mainspring.mailbox.jobs import LOOK_EVERY, EndListener, JobState, with_identity
+from mainspring.mailbox.jobs import LOOK_EVERY, EndListener, JobState, patiently, with_identity
 from mainspring.mailbox.limits import check_seconds
 from mainspring.mailbox.message import Envelope
 from mainspring.mailbox.records import CHAIN, CHAIN_PART, RecordWrite, check_size
@@ -361,7 +361,8 @@ class ChainJob:
     async def result(self, *, timeout: float | None = None) -> Any:
         """Wait until it is done, and return what its last call returned, or the list of what its parts did.
 
-        The end in another process is seen within a second. Cancelled, it leaves the chain as it is.
+        The end in another process is seen within a second. Where the store cannot be reached, it is asked again. Cancelled, it
+        leaves the chain as it is.
 
         :param timeout: seconds to wait; None: as long as the chain takes.
         :raises RequestTimeoutError: it is not done yet.
@@ -376,7 +377,7 @@ class ChainJob:
 
     async def _until_done(self) -> Any:
         with EndListener(self._tasks.mailbox.backend, self.id) as end:
-            while (status := await self.status()).state is JobState.RUNNING:
+            while (status := await patiently(self.status)).state is JobState.RUNNING:
                 await end.wait(LOOK_EVERY)
         if status.state is JobState.CANCELLED:
             why = f": {status.last_error}" if status.last_error else ""
@@ -385,7 +386,7 @@ class ChainJob:
             error, kind = status.last_error or "", status.last_error_type or ""
             text = f"chain {self.id}: a part of stage {status.stage} is dead: {kind}: {error}"
             raise RequestFailedError(text, error=error, error_type=kind)
-        state = await self._state()
+        state = await patiently(self._state)
         return self._tasks.read_result(state.task, state.result)
 
     async def cancel(self) -> bool:

@@ -64,7 +64,8 @@ class Job(Generic[R]):
         """Wait until it is done, and return what the function returned. The call must be sent with ``result_ttl=``.
 
         The end of a call in another process is announced where the store can do so; what is not announced is seen within a
-        second. Cancelled, it leaves the job as it is.
+        second. Where the store cannot be reached meanwhile, it is asked again, until the timeout. Cancelled, it leaves the job
+        as it is.
 
         :param timeout: seconds to wait; None: as long as the job takes.
         :raises RequestTimeoutError: it is not finished yet.

@@ -11,7 +11,7 @@ import anyio
 from mainspring.errors import SerializationError
 from mainspring.mailbox import replies
 from mainspring.mailbox.records import CHAIN_PART
-from mainspring.tasks.batches import CallBatches, OpenBatches
+from mainspring.tasks.batches import BatchItem, CallBatches, OpenBatches
 from mainspring.tasks.calls import TaskCall
 from mainspring.tasks.chain_runs import Recordings, chain_step
 from mainspring.tasks.limits import declare
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from mainspring.offload.pool import OffloadPool
     from mainspring.tasks.task import Task
     from mainspring.tasks.tasks import Tasks
+    from mainspring.worker.context import Context
     from mainspring.worker.delivery import Delivery, HandlerRuns, Wrapper
     from mainspring.worker.outcome import Decision
     from mainspring.worker.settings import WorkerSettings
@@ -229,22 +230,26 @@ class TaskRuns:
             open_batches=self._open_batches,
         )
 
-        def join(call: TaskCall) -> Coroutine[Any, Any, Any]:
-            return batches.join(*call.arguments.values())
+        def join(call: TaskCall, context: Context | None = None) -> Coroutine[Any, Any, Any]:
+            (argument,) = call.arguments.values()
+            return batches.join(BatchItem(argument, context))
 
         return join
 
 
-def _of_many(task: Task[..., Any], pool: OffloadPool | None) -> Callable[[list[Any]], Coroutine[Any, Any, Any]]:
+def _of_many(task: Task[..., Any], pool: OffloadPool | None) -> Callable[[list[BatchItem]], Coroutine[Any, Any, Any]]:
     """Return what runs the function of a task for the arguments of several calls."""
     (name,) = task.parameters.names
 
-    async def run(items: list[Any]) -> Any:
+    async def run(items: list[BatchItem]) -> Any:
+        given: dict[str, list[Any]] = {name: [item.argument for item in items]}
+        if task.parameters.context is not None:
+            given[task.parameters.context] = [item.context for item in items]
         if not task.parameters.dependencies:
-            return await call({name: items})
+            return await call(given)
         from mainspring.tasks.dependencies import provided
 
-        async with provided(task.fn, {name: items}) as arguments:
+        async with provided(task.fn, given) as arguments:
             return await call(arguments)
 
     async def call(arguments: dict[str, Any]) -> Any:

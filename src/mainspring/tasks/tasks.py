@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 X = TypeVar("X")
+Y = TypeVar("Y")
 
 CONCURRENCY = 10
 """How many calls a loop of tasks runs at once, where nothing else is said."""
@@ -75,6 +76,16 @@ class _Decorator(Protocol):
 class _BatchDecorator(Protocol):
     """What ``@tasks.task(batch=…)`` returns: it takes the function."""
 
+    @overload
+    def __call__(
+        self,
+        fn: Callable[[list[Context[Y]], list[X]], Coroutine[Any, Any, Sequence[R | BaseException] | None]],
+        /,
+    ) -> Task[[X], R]: ...
+    @overload
+    def __call__(
+        self, fn: Callable[[list[Context[Y]], list[X]], Sequence[R | BaseException] | None], /
+    ) -> Task[[X], R]: ...
     @overload
     def __call__(
         self, fn: Callable[[list[X]], Coroutine[Any, Any, Sequence[R | BaseException] | None]], /
@@ -248,7 +259,8 @@ class Tasks:
         :param middleware: what runs around each send and each run of this task, inside of that of the ``Tasks``.
         :param batch: the function takes up to that many calls at once, as a list: ``(docs: list[Doc])``; each sends one.
             It returns None if all are done, or a list with a result or an exception for each; what it raises holds for
-            all. Each call is settled, and tried again, by itself. A batch is no larger than the loop's ``concurrency``.
+            all. Each call is settled, and tried again, by itself. A batch is no larger than the loop's ``concurrency``. A
+            parameter of type ``list[Context]``, put first, gets the context of each call: beat all of them in a long run.
         :param batch_wait: seconds that a batch waits for more calls, from its first one on.
         :raises ConfigError: the name is taken, a parameter cannot be sent, a value is impossible, or a loop runs already.
         """
