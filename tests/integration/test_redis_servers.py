@@ -18,6 +18,7 @@ import pytest
 
 from mainspring import MailboxConnectionError, SerializationError, open_mailbox
 from mainspring.errors import ConfigError
+from mainspring.mailbox.limiters import LimitChange, TaskLimits
 from mainspring.mailbox.message import Counts
 from mainspring.testing import mailbox_contract
 from ports import free_port
@@ -194,6 +195,33 @@ async def test_what_was_sent_survives_the_kill_of_the_server(server, anyio_backe
             counts = await mailbox.counts()
             assert (counts.delayed, counts.pending, counts.in_flight) == (1, 1, 1)
             await held.acknowledge()
+
+
+async def test_limits_and_permits_survive_the_kill_of_the_server(server, anyio_backend):
+    """What waits for a limit still waits, and a message in flight still has its permit."""
+    with place(server.url) as here:
+        async with here.mailbox() as mailbox:
+            await mailbox.backend.change_limits([LimitChange("t", TaskLimits(concurrency=1))])
+            envelopes = [mailbox.prepare(number) for number in range(3)]
+            for envelope in envelopes:
+                envelope.task = "t"
+            await mailbox.send_prepared(envelopes)
+            (first,) = await mailbox.receive(max_messages=3, visibility_timeout=600)
+            server.stop(signal.SIGKILL)
+            server.start()
+
+            async def back() -> bool:
+                try:
+                    return await mailbox.receive(max_messages=3) == []
+                except MailboxConnectionError:
+                    return False
+
+            await until(back, "the server after its restart")
+            await first.acknowledge()
+            for number in (1, 2):
+                (message,) = await mailbox.receive(max_messages=3, wait_time_seconds=PATIENCE)
+                assert message.body == number
+                await message.acknowledge()
 
 
 # ---------------------------------------------------------------------------------------------------------- its settings

@@ -7,11 +7,13 @@ import subprocess
 import sys
 from collections import defaultdict
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 
 import anyio
 import pytest
 
 from mainspring import ReceiptHandleExpiredError
+from mainspring.mailbox.batched import Unclaim
 from mainspring.mailbox.limiters import ALL_TASKS, Blocks, LimitChange, TaskLimits
 from mainspring.mailbox.message import Counts, MessagePlace, MessageQuery
 from mainspring.policies import Rate
@@ -240,6 +242,33 @@ async def test_processes_keep_a_rate(here):
             assert begun[last] - begun[first] >= (last - first + 1 - burst) * interval - 0.001
 
 
+async def test_keys_take_turns_at_the_limiter_of_their_task(here):
+    """A new key is among the next, though what is before it waits for a permit of the task."""
+    async with here.mailbox() as mailbox:
+        await limit(mailbox, concurrency=1)
+        await send(mailbox, *(f"a{number}" for number in range(20)), key="a")
+        (first,) = await mailbox.receive(max_messages=5)
+        await send(mailbox, "b0", "b1", key="b")
+        await first.acknowledge()
+        seen = []
+        for _ in range(5):
+            (message,) = await mailbox.receive(max_messages=5)
+            seen.append(message.body)
+            await message.acknowledge()
+        assert seen == ["a1", "b0", "a2", "b1", "a3"]
+
+
+async def test_a_claim_whose_answer_is_lost_gives_its_permits_back(here):
+    """It counts for nothing, also for a rate: the message can be claimed at once."""
+    async with here.mailbox() as mailbox:
+        await limit(mailbox, concurrency=1, rate=Rate(1, 3_600))
+        await send(mailbox, "x", "y")
+        claimed = await mailbox.backend.claim(2, 600, 0)
+        await mailbox.backend.call(Unclaim(claimed))
+        assert [message.body for message in await mailbox.receive(max_messages=2)] == ["x"]
+        assert await mailbox.receive() == []
+
+
 # ------------------------------------------------------------------------------------------------------------ short calls
 
 
@@ -336,6 +365,43 @@ async def test_a_receive_waits_while_nothing_may_be_claimed(here):
             assert mailbox.statistics().batches - calls <= 3
 
 
+async def test_a_message_is_not_pushed_by_a_mailbox_that_is_paused(here, waiting):
+    """A receive that waits gets it when the mailbox goes on, also where as many are in flight as may be."""
+    async with here.mailbox() as mailbox, here.mailbox() as other:
+        await mailbox.backend.change_limits([LimitChange(ALL_TASKS, TaskLimits(concurrency=1), paused=True)])
+        receive = partial(other.receive, wait_time_seconds=60)
+        waiting.group.start_soon(waits_for, receive, got := [])
+        await soon(lambda: here.waiters())
+        await mailbox.send("x")
+        await mailbox.send("y")
+        assert await mailbox.counts() == Counts(pending=2)
+        await mailbox.backend.change_limits([LimitChange(ALL_TASKS, paused=False)])
+        while not got:
+            await anyio.sleep(0.002)
+        waiting.group.start_soon(waits_for, receive, got)
+        await soon(lambda: here.waiters())
+        assert await mailbox.counts() == Counts(pending=1, in_flight=1)
+        await got[0].acknowledge()
+        while len(got) < 2:
+            await anyio.sleep(0.002)
+        assert [message.body for message in got] == ["x", "y"]
+
+
+async def waits_for(receive, got):
+    got += await receive()
+
+
+async def test_a_rate_goes_on_while_a_receive_waits(here):
+    """Each claim, also one that is pushed, sets the instant of the next."""
+    async with here.mailbox(fallback_interval=3_600) as mailbox:
+        await limit(mailbox, rate=Rate(1, 0.02))
+        await send(mailbox, *range(4))
+        with anyio.fail_after(5):
+            for number in range(4):
+                (message,) = await mailbox.receive(wait_time_seconds=60)
+                assert message.body == number
+
+
 async def test_limits_that_are_as_they_were_write_nothing(here):
     async with here.mailbox() as mailbox:
         limits = TaskLimits(2, Rate(5, 60, 2), 1, Rate(7, 11), Blocks.DEAD)
@@ -381,6 +447,24 @@ async def test_a_page_looks_at_some_messages_alone(here):
             query = MessageQuery(MessagePlace.DELAYED, 10, page.after, task="t")
         assert [each.message.message_id for each in page.messages] == [late]
         assert pages == 3
+
+
+async def test_pages_go_on_behind_a_message_that_is_gone(here):
+    """Through what is ready, and then what waits at limiters; messages of one score are in the order of their places."""
+    async with here.mailbox() as mailbox:
+        await limit(mailbox, concurrency=2)
+        ids = await send(mailbox, *range(5))
+        ids += [await mailbox.send("plain", priority=priority) for priority in (0, 3, 0)]
+        query, seen = MessageQuery(MessagePlace.PENDING, 1), []
+        while True:
+            page = await mailbox.backend.list_messages(query)
+            for each in page.messages:
+                seen.append(each.message.message_id)
+                await mailbox.cancel(each.message.message_id)
+            if page.after is None:
+                break
+            query = MessageQuery(MessagePlace.PENDING, 1, page.after)
+        assert sorted(seen) == sorted(ids)
 
 
 async def test_large_bodies_are_listed_a_few_at_a_time_and_replaced(here):
