@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+import time
 from collections import defaultdict
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -266,7 +267,8 @@ async def test_a_claim_whose_answer_is_lost_gives_its_permits_back(here):
         claimed = await mailbox.backend.claim(2, 600, 0)
         await mailbox.backend.call(Unclaim(claimed))
         assert [message.body for message in await mailbox.receive(max_messages=2)] == ["x"]
-        assert await mailbox.receive() == []
+        _, _, spent = held(here)["l1:tt"].split()
+        assert int(spent) / 1e6 - time.time() < 3_601
 
 
 # ------------------------------------------------------------------------------------------------------------ short calls
@@ -367,7 +369,7 @@ async def test_a_receive_waits_while_nothing_may_be_claimed(here):
 
 async def test_a_message_is_not_pushed_by_a_mailbox_that_is_paused(here, waiting):
     """A receive that waits gets it when the mailbox goes on, also where as many are in flight as may be."""
-    async with here.mailbox() as mailbox, here.mailbox() as other:
+    async with here.mailbox() as mailbox, here.mailbox(fallback_interval=3_600) as other:
         await mailbox.backend.change_limits([LimitChange(ALL_TASKS, TaskLimits(concurrency=1), paused=True)])
         receive = partial(other.receive, wait_time_seconds=60)
         waiting.group.start_soon(waits_for, receive, got := [])
@@ -460,7 +462,8 @@ async def test_pages_go_on_behind_a_message_that_is_gone(here):
             page = await mailbox.backend.list_messages(query)
             for each in page.messages:
                 seen.append(each.message.message_id)
-                await mailbox.cancel(each.message.message_id)
+                if len(seen) % 2:
+                    await mailbox.cancel(each.message.message_id)
             if page.after is None:
                 break
             query = MessageQuery(MessagePlace.PENDING, 1, page.after)
