@@ -16,7 +16,7 @@ from mainspring.mailbox.limiters import LimitChange
 from mainspring.mailbox.message import Counts, MessagePlace, MessageQuery, RescheduleOutcome
 from mainspring.mailbox.nats.listing import LOOK_AT_MOST, WIDEST
 from mainspring.mailbox.nats.messages import MARK
-from nats_support import GET, REMOVE, cut_off, one, place, several, until_it_works
+from nats_support import GET, PULL, REMOVE, cut_off, one, place, several, until_it_works
 
 pytestmark = [pytest.mark.anyio, pytest.mark.loops("asyncio")]
 
@@ -273,6 +273,42 @@ async def test_a_due_message_is_edited_in_the_queue(here, step):
             await anyio.sleep(0.1)
             assert await box.receive(wait_time_seconds=0.3) == []
             assert (await box.counts()).waiting == 0
+
+
+@CHANGES
+@pytest.mark.parametrize("is_claimed", [False, True], ids=["free", "claimed"])
+async def test_a_change_that_meets_a_message_as_it_comes_due_leaves_one(here, change, is_claimed):
+    """It was asked for before that, and took place when a scheduler had added the message to the queue already."""
+    line, slow = await here.line(), await here.line()
+    names = here.names()
+    slow.hold(f"{PULL}{names.delayed}.*", count=-1)  # so the scheduler of the first mailbox moves it
+    async with here.box(over=line) as box, here.box(over=slow, timeout=30) as other:
+        sent = await box.send("x", delay=0.5)
+        removal = line.hold(f"{REMOVE}{names.delayed}")
+        step = slow.hold(f"{names.to_delayed}*")
+        messages = []
+
+        async def interleave():
+            await removal.full()
+            if is_claimed:
+                messages.append(await one(other))
+            step.open()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(interleave)
+            assert await change(other, sent) is RESCHEDULED
+        removal.open()
+        with anyio.fail_after(20):
+            while (await other.counts()).waiting != 1:
+                await anyio.sleep(0.02)
+        if change is postpone and not is_claimed:
+            assert await other.counts() == Counts(delayed=1)
+            return
+        message = messages[0] if is_claimed else await one(other)
+        assert (message.body, message.delivery_count) == ("x" if is_claimed else "new", 1)
+        await message.acknowledge()
+        await anyio.sleep(0.3)
+        assert await other.counts() == Counts(settled=1)
 
 
 async def test_a_body_that_is_too_large_is_refused(here):

@@ -143,7 +143,7 @@ async def replace_body(store: Store, message_id: str, body: bytes) -> Reschedule
             if (record.due or 0.0) <= clock.utc_now().timestamp():
                 await _change_due(store, stored.subject.removeprefix(prefix), stored, 0.0)
                 continue
-        elif not await _is_free(store, stored.sequence):
+        elif not await store.begin_change(stored.sequence):
             return RescheduleOutcome.IN_FLIGHT
         async with store.writing():
             added = await store.add(Add(stored.subject, payload, stored.sequence))
@@ -151,12 +151,6 @@ async def replace_body(store: Store, message_id: str, body: bytes) -> Reschedule
                 await store.count_moves()
                 return RescheduleOutcome.RESCHEDULED
     raise _moved_too_often(message_id)
-
-
-async def _is_free(store: Store, sequence: int) -> bool:
-    """True if a message of the queue has not been delivered. From now on a worker that gets it puts it back."""
-    await store.connection.publish(store.names.to_changes, b"%d" % sequence)
-    return sequence > await store.delivered()
 
 
 async def reschedule(store: Store, message_id: str, delay: float) -> RescheduleOutcome:
@@ -173,7 +167,7 @@ async def reschedule(store: Store, message_id: str, delay: float) -> RescheduleO
                 return RescheduleOutcome.RESCHEDULED
         elif not delay and stored.sequence > await store.delivered():
             return RescheduleOutcome.RESCHEDULED
-        elif not await _is_free(store, stored.sequence):
+        elif not await store.begin_change(stored.sequence):
             return RescheduleOutcome.IN_FLIGHT
         elif await _delay(store, token, stored, delay):
             return RescheduleOutcome.RESCHEDULED

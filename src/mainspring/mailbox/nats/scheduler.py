@@ -130,20 +130,37 @@ class DelayScheduler(Scheduler):
             adds.append(move_to_queue(names, token, arrival.record, arrival.sequence))
         async with store.lock.writing():
             results = await store.add_all(adds)
-            done = [
-                arrival.sequence
+            moved = [
+                (arrival, result)
                 for arrival, result in zip(due, results, strict=True)
                 if isinstance(result, Added) and result.sequence
             ]
-            fresh = sum(
-                isinstance(result, Added) and result.sequence > 0 and not result.duplicate for result in results
-            )
+            fresh = sum(not added.duplicate for _, added in moved)
             if fresh:
                 await store.count_moves(fresh)
-            await store.remove_all(names.delayed, done)
+            removed = await store.remove_all(names.delayed, [arrival.sequence for arrival, _ in moved])
+        for (arrival, added), was_there in zip(moved, removed, strict=True):
+            if was_there is False and not added.duplicate:
+                await self._resolve_change(arrival, added.sequence)
         for arrival, result in zip(due, results, strict=True):
             if isinstance(result, Added) and not result.sequence:
                 await self._resolve_conflict(arrival)
+
+    async def _resolve_change(self, arrival: Arrival, sequence: int) -> None:
+        """Decide where a message was changed (``lookup.py``) while it was moved to that number of the queue: the change holds,
+        unless a worker has the message."""
+        store = self._store
+        names = store.names
+        there = await store.last(names.delayed, arrival.subject)
+        if there is None or (there.record.message_id, there.record.deliveries) != (
+            arrival.record.message_id,
+            arrival.record.deliveries,
+        ):
+            return  # it was cancelled, or a worker has given it back
+        is_free = await store.begin_change(sequence)
+        async with store.writing():
+            if not (is_free and await store.remove(names.queue, sequence)):
+                await store.remove(names.delayed, there.sequence)
 
     async def _resolve_conflict(self, arrival: Arrival) -> None:
         """Decide where the queue holds another message in its place: a copy of it, or another one with its dedup key."""

@@ -480,6 +480,11 @@ class Store:
         """Return the highest number of the queue that was ever delivered."""
         return int((await self.consumer())["delivered"]["stream_seq"])
 
+    async def begin_change(self, sequence: int) -> bool:
+        """Return True if a message of the queue has not been delivered. A worker that gets it from now on puts it back."""
+        await self.connection.publish(self.names.to_changes, b"%d" % sequence)
+        return sequence > await self.delivered()
+
     async def dead_letter(self, stream: str, sequence: int, record: StoredMessage, dead: Dead, at: float) -> bool:
         """Move a message to the dead letters. Return True if it was still number ``sequence`` of ``stream``."""
         payload = record.encode()
