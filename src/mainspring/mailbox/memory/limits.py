@@ -272,15 +272,25 @@ class MemoryLimits:
             yield task.own
 
     def _wait(self, queue: LimiterQueue, entry: QueuedMessage, now: float) -> None:
+        """Let a message wait at a limiter, or give it its permit if no other waits there and it is open."""
+        if not queue.waiting and queue.limiter.opens_at(*queue.task.bounds(queue), now) <= now:
+            self._give(queue, entry, now)
+            return
         queue.add(entry)
         self.waiting += 1
         self.let_in(queue, now)
 
+    def _give(self, queue: LimiterQueue, entry: QueuedMessage, now: float) -> None:
+        queue.limiter.give()
+        entry.permits |= TASK if queue is queue.task.own else KEY
+        self.enter(queue.task, entry, now)
+
     def let_in(self, queue: LimiterQueue, now: float) -> None:
         """Give permits while the limiter is open, and set a timer for when it will be."""
+        if not queue.waiting:
+            return
         task = queue.task
         most, rate = task.bounds(queue)
-        limiter = queue.limiter
         while (entry := queue.first()) is not None:
             if queue is task.own and task.lacks_key(
                 entry
@@ -288,13 +298,11 @@ class MemoryLimits:
                 self.waiting -= 1
                 self.enter(task, queue.take(), now)
                 continue
-            opens_at = limiter.opens_at(most, rate, now)
+            opens_at = queue.limiter.opens_at(most, rate, now)
             if opens_at > now:
                 if opens_at != math.inf and not queue.timer:
                     self._timers.set_timer(queue, opens_at)
                 return
             queue.take()
             self.waiting -= 1
-            limiter.give()
-            entry.permits |= TASK if queue is task.own else KEY
-            self.enter(task, entry, now)
+            self._give(queue, entry, now)
