@@ -14,6 +14,7 @@ import anyio
 import apsw
 import pytest
 
+from mainspring.mailbox.limiters import Blocks, LimitChange, TaskLimits
 from mainspring.mailbox.message import Counts
 from mainspring.mailbox.sqlite.mailbox import SQLiteMailbox
 
@@ -150,6 +151,50 @@ async def test_after_the_killing_the_work_goes_on(path, start, anyio_backend):
             for message in await mailbox.receive(max_messages=1_000, wait_time_seconds=5):
                 await message.acknowledge()
         assert counts.settled >= 100
+
+
+HELD_BACK = """SELECT m.key, m.seq, (SELECT min(seq) FROM messages AS f WHERE f.key = m.key)
+    FROM leases AS l JOIN messages AS m USING (seq)"""
+
+
+@pytest.mark.anyio
+async def test_limits_hold_while_workers_are_killed(path, start, anyio_backend):
+    """At no instant are more in flight than may be, or others of a key than its first; and no permit is lost by a kill."""
+    chance = random.Random(7)
+    keys, of_each = 9, 60
+    async with SQLiteMailbox(path, name="jobs") as mailbox:
+        strict = TaskLimits(concurrency=5, key_concurrency=1, blocks=Blocks.RETRY)
+        await mailbox.backend.change_limits([LimitChange("t", strict)])
+        envelopes = [mailbox.prepare(number) for number in range(keys * of_each)]
+        for number, envelope in enumerate(envelopes):
+            envelope.task, envelope.key = "t", str(number % keys)
+        await mailbox.send_prepared(envelopes)
+        workers = [start("work") for _ in range(3)]
+        connection = apsw.Connection(path)
+        kills, seen, killed_at = 0, 0, 0
+        with anyio.fail_after(120):
+            while (counts := await mailbox.counts()).settled < len(envelopes):
+                in_flight = connection.execute(HELD_BACK).fetchall()
+                seen = max(seen, len(in_flight))
+                assert len(in_flight) <= 5
+                assert len({key for key, _, _ in in_flight}) == len(in_flight), "two of one key are in flight"
+                assert all(seq == first for _, seq, first in in_flight), (
+                    "a message came before an earlier one of its key"
+                )
+                if kills < 6 and in_flight and counts.settled >= killed_at:
+                    kills += 1
+                    killed_at = counts.settled + 20
+                    workers.pop(chance.randrange(3)).kill()
+                    workers.append(start("work"))
+        for worker in workers:
+            worker.kill()
+        assert (kills, await mailbox.counts()) == (6, Counts(settled=len(envelopes)))
+        assert seen == 5
+        (state,) = await mailbox.backend.limits()
+        assert (state.running, state.waiting) == (0, 0)
+    assert connection.execute("SELECT count(*) FROM limiters").fetchall() == [(0,)]
+    assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+    connection.close()
 
 
 @pytest.mark.anyio

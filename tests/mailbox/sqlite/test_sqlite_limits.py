@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import anyio
 import apsw
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import invariant
 
 from limits_machine import LimitsMachine
+from mainspring.errors import MailboxError
 from mainspring.mailbox import batched
 from mainspring.mailbox.job_commands import ChangeLimits, ListLimits, Reschedule
+from mainspring.mailbox.limiters import ALL_TASKS, LimitChange, TaskLimits
 from mainspring.mailbox.sqlite import schema as sql
-from mainspring.mailbox.sqlite.limits import KEY, TASK, KnownLimits
+from mainspring.mailbox.sqlite.limits import AT_ONCE, KEY, TASK, KnownLimits
+from mainspring.mailbox.sqlite.mailbox import SQLiteMailbox
 from mainspring.mailbox.sqlite.store import JoiningAcknowledge, perform
+from mainspring.policies import Rate
 
 PERMITS = """SELECT m.task, m.key, p.permits, p.claimed FROM (
         SELECT seq, permits, 0 AS claimed FROM ready UNION ALL SELECT seq, permits, 0 FROM waiting
@@ -135,3 +143,181 @@ class StoredLimitsMachine(LimitsMachine):
 TestStoredLimits = StoredLimitsMachine.TestCase
 TestStoredLimits.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
 TestStoredLimits.pytestmark = [pytest.mark.slow]
+
+
+async def send(mailbox, *bodies, task="t", key=None):
+    """Send calls of a task, in one transaction."""
+    envelopes = [mailbox.prepare(body) for body in bodies]
+    for envelope in envelopes:
+        envelope.task, envelope.key = task, key
+    return await mailbox.send_prepared(envelopes)
+
+
+async def limit(mailbox, task="t", **limits):
+    await mailbox.backend.change_limits([LimitChange(task, TaskLimits(**limits))])
+
+
+def rows(path, statement):
+    connection = apsw.Connection(path)
+    try:
+        return connection.execute(statement).fetchall()
+    finally:
+        connection.close()
+
+
+async def parked(mailbox):
+    """Return once a receive waits, and nothing is on its way."""
+    with anyio.fail_after(30):
+        while mailbox.statistics().waiting_receives != 1 or mailbox.statistics().in_flight:
+            await anyio.sleep(0.001)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("task", [None, "t"])
+async def test_a_file_without_limits_reads_no_page_of_theirs(connections, mailbox, task):
+    statements = []
+    (connection,) = connections
+    connection.exec_trace = lambda cursor, statement, values: statements.append(statement) or True
+    for end in ("nack", "release", "dead_letter", "acknowledge"):
+        await send(mailbox, end, task=task)
+        (message,) = await mailbox.receive()
+        await getattr(message, end)(*(["no"] if end == "dead_letter" else []))
+    await mailbox.purge()
+    assert len(statements) > 30
+    assert not [each for each in statements if re.search(r"(FROM|INTO|JOIN|UPDATE) (limits|limiters|waiting)\b", each)]
+
+
+@pytest.mark.anyio
+async def test_a_message_without_a_task_is_written_by_the_statements_of_before(connections, mailbox):
+    """One for the message and one for its place; its columns are those that it always had."""
+    statements = []
+    (connection,) = connections
+    connection.exec_trace = lambda cursor, statement, values: statements.append(statement) or True
+    await mailbox.send("a")
+    written = [each for each in statements if each.startswith(("INSERT", "REPLACE", "UPDATE", "DELETE"))]
+    assert written == [sql.ADD_MESSAGE, sql.READY_RANGE, sql.ADD_COUNTS, sql.SET_TICK]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("held_back_by", ["concurrency", "a pause of the mailbox", "its concurrency"])
+async def test_what_waits_at_a_limit_wakes_no_receive(path, held_back_by, anyio_backend):
+    async with SQLiteMailbox(path) as mailbox:
+        whole = held_back_by != "concurrency"
+        await limit(mailbox, ALL_TASKS if whole else "t", concurrency=1)
+        await send(mailbox, "first")
+        (first,) = await mailbox.receive()
+        if held_back_by == "a pause of the mailbox":
+            await mailbox.backend.change_limits([LimitChange(ALL_TASKS, paused=True)])
+        received = []
+
+        async def receive():
+            received.extend(await mailbox.receive(wait_time_seconds=60))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(receive)
+            await parked(mailbox)
+            before = mailbox.transactions
+            for number in range(20):
+                await send(mailbox, number)
+            await anyio.sleep(0.05)
+            assert mailbox.transactions - before == 20
+            if held_back_by == "a pause of the mailbox":
+                await mailbox.backend.change_limits([LimitChange(ALL_TASKS, paused=False)])
+            await first.acknowledge()
+        assert [message.body for message in received] == [0]
+
+
+@pytest.mark.anyio
+async def test_a_receive_that_waits_for_a_rate_looks_again_when_it_opens(path, virtual_clock):
+    async with SQLiteMailbox(path) as mailbox:
+        await limit(mailbox, rate=Rate(1, 3_600))
+        await send(mailbox, *range(3))
+        await mailbox.receive()
+        before, begun = mailbox.transactions, anyio.current_time()
+        for number in (1, 2):
+            (message,) = await mailbox.receive(wait_time_seconds=7_200)
+            assert (message.body, anyio.current_time() - begun) == (number, pytest.approx(3_600 * number))
+            await message.acknowledge()
+        assert mailbox.transactions - before < 12
+
+
+@pytest.mark.anyio
+async def test_a_receive_finds_what_is_behind_more_than_one_transaction_puts_back(mailbox):
+    """A task is paused of which more is ready than one transaction puts back to the limiter."""
+    for _ in range(5):
+        await send(mailbox, *range(AT_ONCE // 2))
+    await send(mailbox, "other", task="u")
+    await mailbox.backend.change_limits([LimitChange("t", paused=True)])
+    before = mailbox.transactions
+    assert [message.body for message in await mailbox.receive()] == ["other"]
+    assert mailbox.transactions - before == 3
+
+
+@pytest.mark.anyio
+async def test_a_limit_that_is_taken_back_frees_some_at_a_time(mailbox, path):
+    await limit(mailbox, concurrency=1)
+    for _ in range(5):
+        await send(mailbox, *range(AT_ONCE // 2))
+    await limit(mailbox)
+    assert rows(path, "SELECT count(*) FROM ready") == [(AT_ONCE + 1,)]
+    received = 0
+    while messages := await mailbox.receive(max_messages=400):
+        received += len(messages)
+        assert await mailbox.acknowledge_many(messages) == {}
+    assert received == 5 * AT_ONCE // 2
+    for table in ("limits", "limiters", "waiting"):
+        assert rows(path, f"SELECT count(*) FROM {table}") == [(0,)], "nothing is left of the limit"
+    assert rows(path, "SELECT limited FROM mailboxes WHERE id = 0") == [(None,)], "the file has no limits any more"
+
+
+@pytest.mark.anyio
+async def test_keys_whose_rate_has_recovered_are_forgotten(path, virtual_clock):
+    async with SQLiteMailbox(path) as mailbox:
+        await limit(mailbox, key_rate=Rate(1, 10))
+        for turn in range(4):
+            for key in range(50):
+                await send(mailbox, key, key=f"{turn} {key}")
+            assert await mailbox.acknowledge_many(await mailbox.receive(max_messages=100)) == {}
+            await anyio.sleep(20)
+        assert rows(path, "SELECT count(*) FROM limiters")[0][0] <= 51
+
+
+@pytest.mark.anyio
+async def test_a_mailbox_that_is_dropped_takes_its_limits_with_it(path, anyio_backend):
+    async with SQLiteMailbox(path, name="stays"), SQLiteMailbox(path, name="~goes") as mailbox:
+        await limit(mailbox, concurrency=1)
+        await send(mailbox, 1, 2)
+        await mailbox.backend.drop()
+    assert rows(path, "SELECT count(*) FROM limits") == [(0,)]
+    assert rows(path, "SELECT count(*) FROM limiters") == [(0,)]
+    assert rows(path, "SELECT count(*) FROM waiting") == [(0,)]
+
+
+@pytest.mark.anyio
+async def test_another_file_at_the_path_has_its_own_limits(path, anyio_backend):
+    """It has the same number for them."""
+    for most in (1, 2):
+        async with SQLiteMailbox(path) as mailbox:
+            await limit(mailbox, concurrency=most)
+            await send(mailbox, *range(9))
+            assert len(await mailbox.receive(max_messages=9)) == most
+        os.unlink(path)
+
+
+@pytest.mark.anyio
+async def test_what_a_failed_neighbour_makes_be_done_one_by_one_keeps_limits(mailbox):
+    """A change, a send and a claim share a transaction with a message that cannot be stored."""
+    failing = mailbox.prepare("x")
+    failing.message_id = "\ud800"
+    async with anyio.create_task_group() as tasks:
+
+        async def fail():
+            with pytest.raises(MailboxError, match="the store cannot do this"):
+                await mailbox.send_prepared([failing])
+
+        tasks.start_soon(fail)
+        tasks.start_soon(partial(limit, mailbox, concurrency=2))
+        tasks.start_soon(send, mailbox, *range(9))
+    assert len(await mailbox.receive(max_messages=9)) == 2
+    (state,) = await mailbox.backend.limits()
+    assert (state.running, state.waiting) == (2, 7)

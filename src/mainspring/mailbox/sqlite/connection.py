@@ -241,7 +241,6 @@ class DatabaseFile:
             work = do(connection, commands, boot(), wall, self._limits)
             connection.execute("COMMIT")
         except BaseException:
-            self._limits.forget()
             _roll_back(connection)
             raise
         finally:
@@ -349,7 +348,7 @@ class DatabaseFile:
             connection.set_wal_hook(self._committed)
             self._prepare(connection, version)
             ((file_id,),) = _execute_once(connection, sql.FILE_ID)
-        self._limits.forget()
+        self._limits = KnownLimits()
         self._connection = connection
         self._identity = FileIdentity(inode or _inode(self.path), str(file_id))
         self._log = _inode(f"{self.path}-wal")
@@ -527,17 +526,19 @@ def check_sqlite(version: str) -> None:
 def _one_by_one(
     connection: apsw.Connection, commands: Sequence[Command], boot: float, wall: float, known: KnownLimits
 ) -> UnitOfWork:
-    """Do each command by itself, so that only the failing command fails."""
+    """Do each command by itself, so that only the failing command fails.
+
+    What one has changed the next one reads, and none of it is ``known`` before it is committed.
+    """
     whole = perform(connection, (), boot, wall, known)
     for command in commands:
         connection.execute("SAVEPOINT one")
         try:
-            work = perform(connection, (command,), boot, wall, known)
+            work = perform(connection, (command,), boot, wall, KnownLimits())
         except tuple(_TROUBLE):
             raise
         except Exception as error:  # whatever it is, it is this command's
             connection.execute("ROLLBACK TO one")
-            known.forget()
             command.error = error
             if not isinstance(error, MainspringError):
                 command.error = MailboxError(f"the store cannot do this: {type(error).__name__}: {error}")

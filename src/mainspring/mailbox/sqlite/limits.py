@@ -103,7 +103,7 @@ class Entrant(NamedTuple):
 
 
 class KnownLimits:
-    """The limits of a file as they were read last. ``number`` is the file's own, which changes with them."""
+    """The limits of a file as they were read last, and committed: under the number that the file has for them."""
 
     def __init__(self) -> None:
         self._number: int | None = None
@@ -119,10 +119,6 @@ class KnownLimits:
                 self._states.setdefault(mailbox, {})[task] = state
             self._number = number
         return self._states
-
-    def forget(self) -> None:
-        """Read them anew next time: they may be those of a transaction that was rolled back, or of another file."""
-        self._number = None
 
 
 class WorkLimits:
