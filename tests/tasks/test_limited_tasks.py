@@ -426,7 +426,7 @@ async def test_a_worker_that_is_told_to_stop_does_not_wait_for_its_declaration()
 
 @virtually
 async def test_limits_hold_inside_of_override():
-    tasks, runs = Tasks("memory://overridden"), Runs()
+    tasks, runs = Tasks("sqlite:///nowhere/jobs.db?name=jobs"), Runs()
     work = limited(tasks, runs, key="key", ordered=True)
     with override(tasks):
         async with group_of(tasks):
