@@ -29,6 +29,7 @@ from mainspring.tasks.runs import TaskHandlers
 from mainspring.tasks.task import USUAL
 from mainspring.tasks.unique import key_of
 from mainspring.validation import MAX_VISIBILITY
+from mainspring.worker.call_options import RETRY, TIMEOUT
 from mainspring.worker.context import NO_RESOURCES
 from mainspring.worker.delivery import Delivery, HandlerRuns
 from mainspring.worker.middleware import wrappers_of
@@ -219,7 +220,7 @@ def _given(how: SendOptions, headers: dict[str, str]) -> dict[str, Any]:
     """Return the options of a send that say something."""
     given = {field.name: getattr(how, field.name) for field in fields(how) if field.name != "headers"}
     options = {name: value for name, value in given.items() if value != getattr(USUAL, name)}
-    own = {name: value for name, value in headers.items() if name != RESULT_TTL}
+    own = {name: value for name, value in headers.items() if name not in (RESULT_TTL, TIMEOUT, RETRY)}
     return {**options, "headers": own} if own else options
 
 

@@ -25,6 +25,8 @@ from mainspring.tasks.keys import check_number, is_known_by, share_of
 from mainspring.tasks.limits import UNLIMITED, check_limited, declare, needs_key
 from mainspring.tasks.unique import DEBOUNCE_KEY, check_unique, key_of, send_debounced, send_once
 from mainspring.validation import MAX_DELAY, as_seconds
+from mainspring.worker.call_options import option_headers
+from mainspring.worker.main_loop import check_handling
 from mainspring.worker.middleware import overriding
 
 if TYPE_CHECKING:
@@ -89,9 +91,12 @@ class SendOptions:
     weight: float | None = None
     unique: Unique = False
     result_ttl: Seconds = 0
+    timeout: float | None = None
+    retry: RetryPolicy | None = None
     connection: Any = None
 
     def __post_init__(self) -> None:
+        check_handling("options", "timeout", self.timeout, self.retry, None)
         check_unique(self.unique)
         if self.weight is not None:
             check_number("weight", self.weight)
@@ -99,9 +104,9 @@ class SendOptions:
 
     @property
     def own_headers(self) -> dict[str, str]:
-        """The headers of its messages, with that which asks for the result to be kept."""
+        """The headers of its messages, with those that say what is to be kept of it, and how it is handled."""
         asked = {RESULT_TTL: f"{as_seconds(self.result_ttl):g}"} if self.result_ttl else {}
-        return {**(self.headers or {}), **asked}
+        return {**(self.headers or {}), **asked, **option_headers(self.timeout, self.retry)}
 
 
 USUAL = SendOptions()
@@ -178,6 +183,8 @@ class Task(Generic[P, R]):
         weight: float | None = None,
         unique: Unique | None = None,
         result_ttl: Seconds | None = None,
+        timeout: float | None = None,
+        retry: RetryPolicy | None = None,
         connection: Any = None,
     ) -> Task[P, R]:
         """Return the same task with other options for sending: ``await email.options(delay=60).send(…)``.
@@ -194,12 +201,14 @@ class Task(Generic[P, R]):
         :param unique: for how long a second call with the same key is not sent, as for :meth:`Tasks.task`.
         :param result_ttl: seconds, or a timedelta (0 to 366 days), for which the end of the call is kept, for
             :meth:`Job.result` and :meth:`Job.status`; 0: it is not.
+        :param timeout: seconds after which the function is cancelled, instead of what the task says.
+        :param retry: how long a failed attempt waits, instead of what the task says.
         :param connection: of a mailbox with ``Capabilities.transactions``: the connection whose transaction the call joins.
         """
         given: dict[str, Any] = {
             "delay": delay, "at": at, "priority": priority, "headers": headers, "expires_in": expires_in,
             "dedup_key": dedup_key, "key": key, "weight": weight, "unique": unique, "result_ttl": result_ttl,
-            "connection": connection,
+            "timeout": timeout, "retry": retry, "connection": connection,
         }  # fmt: skip
         changed = {name: value for name, value in given.items() if value is not None}
         if deadline != "inherit":

@@ -33,6 +33,7 @@ from mainspring.runtime.cancellation import is_spurious_cancellation
 from mainspring.runtime.deadline import deadline_of, enter
 from mainspring.runtime.scope import lone_error
 from mainspring.runtime.wrong_loop import explained
+from mainspring.worker.call_options import retry_of, timeout_of
 from mainspring.worker.context import Context
 from mainspring.worker.outcome import (
     CANCELLED,
@@ -342,8 +343,12 @@ class HandlerRuns:
         delivery.phase = Phase.HANDLING
         try:
             context = self._context.copy()
-            if due is not None or self._timeout is not None:
-                self._limit(delivery, context, due)
+            headers = delivery.message.delivery.headers
+            timeout = timeout_of(headers, self._timeout) if headers else self._timeout
+            if due is not None or timeout is not None:
+                if due is not None:
+                    context.run(enter, due)
+                delivery.end_within(timeout, due)
             delivery.coroutine = coroutine = self._call(body) if self._is_direct else self._begin(delivery, body)
             try:
                 yielded = context.run(coroutine.send, None)
@@ -376,12 +381,6 @@ class HandlerRuns:
             delivery.coroutine = None
             if delivery.deadline is not None:
                 scope.deadline = math.inf
-
-    def _limit(self, delivery: Delivery, context: CallContext, due: Deadline | None) -> None:
-        """Begin the time that the handler has: ``handler_timeout`` seconds, or until its message's deadline."""
-        if due is not None:
-            context.run(enter, due)
-        delivery.end_within(self._timeout, due)
 
     def _begin(self, delivery: Delivery, body: Any) -> Coroutine[Any, Any, Any]:
         """Return the coroutine that runs the handler, with its context, in a thread if need be, inside of the wrappers."""
@@ -491,7 +490,7 @@ class HandlerRuns:
             late.__cause__ = error
             return after_deadline(late)
         if cause is Cause.TIMEOUT:
-            verdict = delivery.timed_out(self._timeout or 0.0)
+            verdict = delivery.timed_out(timeout_of(delivery.message.headers, self._timeout) or 0.0)
         elif cause is Cause.STALLED and delivery.error is not None:
             verdict = delivery.error
         if verdict is not error:
@@ -514,7 +513,7 @@ class HandlerRuns:
             error,
             attempt=message.attempt,
             delivery_count=message.delivery_count,
-            retry=self._settings.retry,
+            retry=retry_of(message.headers, self._settings.retry),
             dead_letter=dead_letter,
             rng=random.rng(),
         )
