@@ -671,7 +671,7 @@ function limits.find(box, id, about, place)
   end
 end
 
--- Messages have ended: end their permits, and take them off the lists. See delete_messages.
+-- Messages have ended: end their permits, and take them off the lists. Return how many had tasks. See delete_messages.
 function limits.forget(box, ids, unclaimed)
   local wanted, members = fields('t', ids), {}
   wanted[#wanted + 1] = '!'
@@ -688,6 +688,7 @@ function limits.forget(box, ids, unclaimed)
   if found[#wanted] and not unclaimed then
     box.added = box.added + #ids
   end
+  return #entries
 end
 
 -- ------------------------------------------------------------------------------------------------------------ claims

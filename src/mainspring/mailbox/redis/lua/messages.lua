@@ -288,8 +288,8 @@ local function claim_some(box, most, visible, claimant)
       leases[2 * last - 1], leases[2 * last] = ends, receipt
     end
   end
-  local known = {}
-  if last > 0 and has_more(box) and not has_tasks_alone(box) then
+  local known, more = {}, last > 0 and redis.call('HLEN', box.more) or 0
+  if more > 0 and more ~= how_many_have_tasks(box) then
     for _, letter in ipairs({ 'b', 'c', 'h' }) do
       known[letter] = redis.call('HMGET', box.more, unpack(fields(letter, held)))
     end

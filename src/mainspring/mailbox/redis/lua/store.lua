@@ -148,9 +148,9 @@ local function has_more(box)
   return redis.call('HLEN', box.more) > 0
 end
 
--- Whether messages have nothing there but their tasks.
-local function has_tasks_alone(box)
-  return redis.call('ZLEXCOUNT', box.listed, '[t', '(u') == redis.call('HLEN', box.more)
+-- How many messages have a task. If that is as many as there are fields in `more`, no message has anything else there.
+local function how_many_have_tasks(box)
+  return redis.call('ZLEXCOUNT', box.listed, '[t', '(u')
 end
 
 local function fields(letter, ids)
@@ -206,11 +206,11 @@ end
 -- Forget messages that have ended and have no place any more. `unclaimed`: they were not in flight.
 local function delete_messages(box, ids, unclaimed)
   local expire, large = redis.call('ZCARD', box.expiry) > 0, redis.call('HLEN', box.bodies) > 0
-  local has_some = has_more(box)
-  if has_some and has_tasks_alone(box) then
-    limits.forget(box, ids, unclaimed)
+  local more = redis.call('HLEN', box.more)
+  local had_tasks = more > 0 and limits.forget(box, ids, unclaimed) or 0
+  if had_tasks > 0 and more == how_many_have_tasks(box) + had_tasks then
     bulk('HDEL', box.more, fields('t', ids))
-  elseif has_some then
+  elseif more > 0 then
     local keys = look_up('HMGET', box.more, fields('k', ids))
     local given = {}
     for i = 1, #ids do
@@ -221,8 +221,7 @@ local function delete_messages(box, ids, unclaimed)
     if #given > 0 then
       bulk('HDEL', box.dedup, given)
     end
-    limits.forget(box, ids, unclaimed)
-    for letter in string.gmatch('bchklpt', '.') do
+    for letter in string.gmatch(had_tasks > 0 and 'bchklpt' or 'bchklp', '.') do
       bulk('HDEL', box.more, fields(letter, ids))
     end
   end
