@@ -13,7 +13,7 @@ ALTER TABLE mainspring.messages
 CREATE INDEX messages_by_task ON mainspring.messages (mailbox, task, state, task_key, rank, pos) WHERE task IS NOT NULL;
 CREATE INDEX messages_at_task ON mainspring.messages (mailbox, task, rank, pos) WHERE state = 4;
 CREATE INDEX messages_let_in ON mainspring.messages (mailbox, rank, pos) WHERE state = 5;
-CREATE INDEX messages_permits ON mainspring.messages (mailbox, task, permits, task_key) WHERE permits > 0;
+CREATE INDEX messages_permits ON mainspring.messages (mailbox, task, task_key) WHERE permits > 0;
 
 ALTER TABLE mainspring.dead
     ADD COLUMN task text COLLATE "C",

@@ -25,6 +25,17 @@ BEGIN
     )) THEN 1 ELSE 0 END;
 END $$;
 
+CREATE OR REPLACE FUNCTION mainspring.waits_at(box integer, of_task text, of_key text) RETURNS boolean
+LANGUAGE plpgsql AS $$
+-- True if a message waits at the limiter of the key, or (NULL) of the task. Its callers fix its plan, as that of `use_of_key`.
+BEGIN
+    IF of_key IS NULL THEN
+        RETURN EXISTS (SELECT FROM mainspring.messages m WHERE m.mailbox = box AND m.task = of_task AND m.state = 4);
+    END IF;
+    RETURN EXISTS (
+        SELECT FROM mainspring.messages m WHERE m.mailbox = box AND m.task = of_task AND m.state = 3 AND m.task_key = of_key);
+END $$;
+
 CREATE OR REPLACE FUNCTION mainspring.free_permits(box integer, tasks text[], keys text[]) RETURNS void
 LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off
 SET enable_mergejoin = off SET jit = off SET plan_cache_mode = force_generic_plan AS $$
@@ -35,17 +46,12 @@ BEGIN
         SELECT DISTINCT box, f.task, CASE WHEN l.key_concurrency IS NOT NULL OR l.key_rate_limit IS NOT NULL THEN f.key END
         FROM unnest(tasks, keys) AS f (task, key) JOIN mainspring.task_limits l ON l.mailbox = box AND l.task = f.task;
     IF EXISTS (SELECT FROM mainspring.mailboxes b WHERE b.id = box AND b.listened_until > clock_timestamp()) THEN
-        SELECT count(*) INTO freed FROM unnest(tasks, keys) AS f (task, key) WHERE EXISTS (
-            SELECT FROM mainspring.messages m WHERE m.mailbox = box AND m.task = f.task AND m.state = 4
-        ) OR EXISTS (
-            SELECT FROM mainspring.messages m WHERE m.mailbox = box AND m.task = f.task AND m.state = 3 AND m.task_key = f.key
-        ) OR (EXISTS (
-            SELECT FROM mainspring.task_limits l WHERE l.mailbox = box AND l.task = ''
-        ) AND (EXISTS (
-            SELECT FROM mainspring.messages m WHERE m.mailbox = box AND m.state = 0
-        ) OR EXISTS (
-            SELECT FROM mainspring.messages m WHERE m.mailbox = box AND m.state = 5
-        )));
+        IF EXISTS (SELECT FROM mainspring.task_limits l WHERE l.mailbox = box AND l.task = '') THEN
+            freed := cardinality(tasks);
+        ELSE
+            SELECT count(*) INTO freed FROM unnest(tasks, keys) AS f (task, key)
+                WHERE mainspring.waits_at(box, f.task, NULL) OR mainspring.waits_at(box, f.task, f.key);
+        END IF;
         IF freed > 0 THEN
             PERFORM pg_notify('mainspring', box || ' ' || freed);
         END IF;
@@ -69,16 +75,14 @@ CREATE OR REPLACE FUNCTION mainspring.opens_at(
         ELSE nullif(greatest(greatest(spent_until, at) + (let_in - burst + 1) * rate_interval, at), at) END
 $$;
 
-CREATE OR REPLACE FUNCTION mainspring.let_in_count(box integer, of_task text, of_key text) RETURNS bigint
+CREATE OR REPLACE FUNCTION mainspring.use_of_task(box integer, of_task text, OUT in_flight bigint, OUT let_in bigint)
 LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off
 SET plan_cache_mode = force_generic_plan AS $$
--- How many messages a task, or a key, has let in that were not claimed yet.
+-- How many messages of a task with limits are in flight, and how many are let in.
 BEGIN
-    IF of_key IS NULL THEN
-        RETURN (SELECT count(*) FROM mainspring.messages m WHERE m.mailbox = box AND m.task = of_task AND m.state = 5);
-    END IF;
-    RETURN (SELECT count(*) FROM mainspring.messages m
-        WHERE m.mailbox = box AND m.task = of_task AND m.permits > 0 AND m.permits = 5 AND m.task_key = of_key);
+    SELECT count(*) FILTER (WHERE p.permits IN (2, 3)), (
+        SELECT count(*) FROM mainspring.messages m WHERE m.mailbox = box AND m.task = of_task AND m.state = 5
+    ) INTO in_flight, let_in FROM mainspring.messages p WHERE p.mailbox = box AND p.task = of_task AND p.permits > 0;
 END $$;
 
 CREATE OR REPLACE FUNCTION mainspring.room_of_task(box integer, of_task text, at float8) RETURNS bigint
@@ -93,53 +97,33 @@ BEGIN
     SELECT t.* INTO l FROM mainspring.task_limits t WHERE t.mailbox = box AND t.task = of_task;
     most := CASE WHEN l.paused THEN 0 ELSE coalesce(l.changed_concurrency, l.concurrency) END;
     IF most > 0 THEN
-        SELECT count(*) INTO used FROM mainspring.messages m
-            WHERE m.mailbox = box AND m.task = of_task AND m.permits > 0 AND m.permits = ANY ('{2,3}');
+        used := (SELECT u.in_flight FROM mainspring.use_of_task(box, of_task) AS u);
     END IF;
     RETURN mainspring.room_at(most, coalesce(used, 0), l.rate_burst, l.rate_per / l.rate_limit, l.spent_until, at);
 END $$;
 
-CREATE OR REPLACE FUNCTION mainspring.room_of_key(box integer, of_task text, of_key text, keeps boolean, at float8) RETURNS bigint
-LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off
-SET plan_cache_mode = force_generic_plan AS $$
--- How many more messages of a key may be claimed; or how many of those that keep the permit of the key.
-DECLARE
-    l mainspring.task_limits;
-    used bigint := 0;
-    spent float8;
+CREATE OR REPLACE FUNCTION mainspring.use_of_key(
+    box integer, of_task text, of_key text, of_rank integer, of_pos bigint, OUT in_flight bigint, OUT kept bigint,
+    OUT let_in bigint, OUT dead bigint, OUT spent_until float8, OUT is_later boolean
+) LANGUAGE plpgsql AS $$
+-- How many messages of a key have its permit: in flight, kept, let in, dead; the instant up to which its rate is spent; and
+-- whether another message of the key is before that place, in line or at the limiter of the key. Its callers fix its plan: a
+-- function's settings cost more than a read by an index, and this one is called for each key.
+DECLARE in_line smallint := 0;  -- see `last_place`
 BEGIN
-    SELECT t.* INTO l FROM mainspring.task_limits t WHERE t.mailbox = box AND t.task = of_task;
-    IF l.key_concurrency IS NOT NULL THEN
-        SELECT count(*) INTO used FROM mainspring.messages m WHERE m.mailbox = box AND m.task = of_task AND m.permits > 0
-            AND m.permits = ANY (CASE WHEN keeps THEN '{3}' ELSE '{1,3}' END::smallint[]) AND m.task_key = of_key;
-        IF keeps THEN
-            RETURN greatest(l.key_concurrency - used, 0);
-        END IF;
-        used := used + (SELECT count(*) FROM mainspring.dead d
-            WHERE d.mailbox = box AND d.task = of_task AND d.task_key = of_key AND d.permits > 0);
-    ELSIF keeps THEN
-        RETURN 2147483647;
-    END IF;
-    IF l.key_rate_limit IS NOT NULL THEN
-        SELECT r.spent_until INTO spent FROM mainspring.key_rates r
-            WHERE r.mailbox = box AND r.task = of_task AND r.key = of_key;
-    END IF;
-    RETURN mainspring.room_at(l.key_concurrency, used, l.key_rate_burst, l.key_rate_per / l.key_rate_limit, spent, at);
-END $$;
-
-CREATE OR REPLACE FUNCTION mainspring.is_first_of_key(
-    box integer, of_task text, of_key text, of_rank integer, of_pos bigint
-) RETURNS boolean LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET enable_sort = off SET jit = off
-SET plan_cache_mode = force_generic_plan AS $$
--- True if no other message of the key is before that place, in line or at the limiter of the key.
-BEGIN
-    RETURN NOT EXISTS (
-        SELECT FROM mainspring.messages m WHERE m.mailbox = box AND m.task = of_task AND m.state = 0 AND m.task_key = of_key
-            AND m.rank = of_rank AND m.pos < of_pos
-    ) AND NOT EXISTS (
-        SELECT FROM mainspring.messages m WHERE m.mailbox = box AND m.task = of_task AND m.state = 3 AND m.task_key = of_key
-            AND (m.rank, m.pos) < (of_rank, of_pos)
-    );
+    SELECT count(*) FILTER (WHERE p.permits = 3), count(*) FILTER (WHERE p.permits = 1), count(*) FILTER (WHERE p.permits = 5), (
+        SELECT count(*) FROM mainspring.dead d
+        WHERE d.mailbox = box AND d.task = of_task AND d.task_key = of_key AND d.permits > 0
+    ), (
+        SELECT r.spent_until FROM mainspring.key_rates r WHERE r.mailbox = box AND r.task = of_task AND r.key = of_key
+    ), coalesce((
+        SELECT true FROM mainspring.messages m WHERE m.mailbox = box AND m.task = of_task AND m.state = in_line
+            AND m.task_key = of_key AND m.rank = of_rank AND m.pos < of_pos LIMIT 1
+    ), (
+        SELECT true FROM mainspring.messages m WHERE m.mailbox = box AND m.task = of_task AND m.state = 3
+            AND m.task_key = of_key AND (m.rank, m.pos) < (of_rank, of_pos) LIMIT 1
+    ), false) INTO in_flight, kept, let_in, dead, spent_until, is_later
+    FROM mainspring.messages p WHERE p.mailbox = box AND p.task = of_task AND p.permits > 0 AND p.task_key = of_key;
 END $$;
 
 CREATE OR REPLACE FUNCTION mainspring.set_openings(box integer, tasks text[], keys text[], at float8) RETURNS void
@@ -152,19 +136,14 @@ BEGIN
     FOR one IN SELECT DISTINCT g.task, g.key FROM unnest(tasks, keys) AS g (task, key) LOOP
         SELECT t.* INTO l FROM mainspring.task_limits t WHERE t.mailbox = box AND t.task = one.task;
         IF one.key IS NULL AND l.rate_limit IS NOT NULL THEN
-            UPDATE mainspring.task_limits t SET opens_at = CASE WHEN EXISTS (
-                    SELECT FROM mainspring.messages m WHERE m.mailbox = box AND m.task = one.task AND m.state = 4
-                ) THEN mainspring.opens_at(l.rate_burst, l.rate_per / l.rate_limit, l.spent_until,
-                    mainspring.let_in_count(box, one.task, NULL), at) END
+            UPDATE mainspring.task_limits t SET opens_at = CASE WHEN mainspring.waits_at(box, one.task, NULL) THEN mainspring.opens_at(l.rate_burst, l.rate_per / l.rate_limit, l.spent_until,
+                    (SELECT u.let_in FROM mainspring.use_of_task(box, one.task) AS u), at) END
                 WHERE t.mailbox = box AND t.task = one.task;
         ELSIF one.key IS NOT NULL AND l.key_rate_limit IS NOT NULL THEN
             UPDATE mainspring.key_rates r SET waits = n.opens IS NOT NULL, due = coalesce(n.opens, n.spent_until)
                 FROM (
-                    SELECT k.spent_until, CASE WHEN EXISTS (
-                        SELECT FROM mainspring.messages m
-                            WHERE m.mailbox = box AND m.task = one.task AND m.state = 3 AND m.task_key = one.key
-                    ) THEN mainspring.opens_at(l.key_rate_burst, l.key_rate_per / l.key_rate_limit, k.spent_until,
-                        mainspring.let_in_count(box, one.task, one.key), at) END AS opens
+                    SELECT k.spent_until, CASE WHEN mainspring.waits_at(box, one.task, one.key) THEN mainspring.opens_at(l.key_rate_burst, l.key_rate_per / l.key_rate_limit, k.spent_until,
+                        (SELECT u.let_in FROM mainspring.use_of_key(box, one.task, one.key, NULL, NULL) AS u), at) END AS opens
                     FROM mainspring.key_rates k WHERE k.mailbox = box AND k.task = one.task AND k.key = one.key
                 ) AS n
                 WHERE r.mailbox = box AND r.task = one.task AND r.key = one.key;
@@ -199,7 +178,6 @@ SET enable_mergejoin = off SET jit = off SET plan_cache_mode = force_generic_pla
 DECLARE
     at float8 := extract(epoch FROM clock_timestamp());
     one record;
-    l mainspring.task_limits;
     of_tasks text[] := '{}';
     of_keys text[] := '{}';
     looked text[];
@@ -220,35 +198,41 @@ BEGIN
     SELECT array_agg(DISTINCT o.task), array_agg(o.task) FILTER (WHERE o.key IS NOT NULL),
             array_agg(o.key) FILTER (WHERE o.key IS NOT NULL)
         INTO looked, of_tasks, of_keys FROM of_limiters o;
+    WITH rooms AS MATERIALIZED (
+        SELECT g.task, g.key, l.paused OR l.rate_limit IS NOT NULL OR coalesce(l.changed_concurrency, l.concurrency) IS NOT NULL
+                AS by_task, least(1000,
+            l.key_concurrency - u.in_flight - u.kept - u.dead - u.let_in,
+            floor(l.key_rate_burst - (greatest(u.spent_until, at) - at) * l.key_rate_limit / l.key_rate_per) - u.let_in
+        )::integer AS room
+        FROM unnest(of_tasks, of_keys) AS g (task, key)
+            LEFT JOIN mainspring.task_limits l ON l.mailbox = box AND l.task = g.task
+            CROSS JOIN LATERAL mainspring.use_of_key(box, g.task, g.key, NULL, NULL) AS u
+        WHERE mainspring.waits_at(box, g.task, g.key)
+    ), first AS MATERIALIZED (
+        SELECT r.task, r.key, r.by_task, r.room, w.place FROM rooms r CROSS JOIN LATERAL (
+            SELECT m.ctid AS place FROM mainspring.messages m
+            WHERE m.mailbox = box AND m.task = r.task AND m.state = 3 AND m.task_key = r.key
+            ORDER BY m.rank, m.pos LIMIT greatest(r.room, 0) FOR UPDATE SKIP LOCKED
+        ) AS w
+    ), moved_ones AS (
+        UPDATE mainspring.messages m SET state = CASE WHEN f.by_task THEN 4 ELSE 5 END, permits = 5
+        FROM first f WHERE m.ctid = f.place RETURNING f.task, f.key
+    ), again AS (
+        INSERT INTO mainspring.freed_permits (mailbox, task, key)
+        SELECT box, r.task, r.key FROM rooms r
+        WHERE r.room = 1000 OR (SELECT count(*) FROM first f WHERE f.task = r.task AND f.key = r.key) < (
+            SELECT count(*) FROM (
+                SELECT FROM mainspring.messages m
+                WHERE m.mailbox = box AND m.task = r.task AND m.state = 3 AND m.task_key = r.key LIMIT greatest(r.room, 0)
+            ) AS w
+        )  -- more than 1000, or another transaction works on one
+    )
+    SELECT count(*) INTO total FROM moved_ones;
     FOR one IN
-        SELECT g.task, g.key FROM unnest(of_tasks, of_keys) AS g (task, key) WHERE EXISTS (
-            SELECT FROM mainspring.messages m WHERE m.mailbox = box AND m.task = g.task AND m.state = 3 AND m.task_key = g.key
-        )
+        SELECT g.task FROM unnest(looked) AS g (task) WHERE mainspring.waits_at(box, g.task, NULL)
     LOOP
-        SELECT t.* INTO l FROM mainspring.task_limits t WHERE t.mailbox = box AND t.task = one.task;
-        room := mainspring.room_of_key(box, one.task, one.key, false, at) - mainspring.let_in_count(box, one.task, one.key);
-        UPDATE mainspring.messages m
-            SET state = CASE WHEN l.paused OR l.rate_limit IS NOT NULL OR coalesce(l.changed_concurrency, l.concurrency) IS NOT NULL
-                THEN 4 ELSE 5 END, permits = 5
-            WHERE m.ctid = ANY (ARRAY(
-                SELECT w.ctid FROM mainspring.messages w
-                WHERE w.mailbox = box AND w.task = one.task AND w.state = 3 AND w.task_key = one.key
-                ORDER BY w.rank, w.pos LIMIT least(greatest(room, 0), 1000) FOR UPDATE SKIP LOCKED
-            ));
-        GET DIAGNOSTICS moved = ROW_COUNT;
-        total := total + moved;
-        IF moved < room AND EXISTS (
-            SELECT FROM mainspring.messages m WHERE m.mailbox = box AND m.task = one.task AND m.state = 3 AND m.task_key = one.key
-        ) THEN
-            INSERT INTO mainspring.freed_permits (mailbox, task, key) VALUES (box, one.task, one.key);
-        END IF;
-    END LOOP;
-    FOR one IN
-        SELECT g.task FROM unnest(looked) AS g (task) WHERE EXISTS (
-            SELECT FROM mainspring.messages m WHERE m.mailbox = box AND m.task = g.task AND m.state = 4
-        )
-    LOOP
-        room := mainspring.room_of_task(box, one.task, at) - mainspring.let_in_count(box, one.task, NULL);
+        room := mainspring.room_of_task(box, one.task, at)
+            - (SELECT u.let_in FROM mainspring.use_of_task(box, one.task) AS u);
         UPDATE mainspring.messages m SET state = 5, permits = CASE WHEN m.permits = 1 THEN 1 ELSE 5 END
             WHERE m.ctid = ANY (ARRAY(
                 SELECT w.ctid FROM mainspring.messages w WHERE w.mailbox = box AND w.task = one.task AND w.state = 4
@@ -256,9 +240,7 @@ BEGIN
             ));
         GET DIAGNOSTICS moved = ROW_COUNT;
         total := total + moved;
-        IF moved < room AND EXISTS (
-            SELECT FROM mainspring.messages m WHERE m.mailbox = box AND m.task = one.task AND m.state = 4
-        ) THEN
+        IF moved < room AND mainspring.waits_at(box, one.task, NULL) THEN
             INSERT INTO mainspring.freed_permits (mailbox, task) VALUES (box, one.task);
         END IF;
     END LOOP;
@@ -284,17 +266,20 @@ BEGIN
         SELECT m.ctid AS place, m.task, m.task_key AS key, m.rank, m.pos, m.permits IS NOT DISTINCT FROM 1 AS keeps
         FROM mainspring.messages m WHERE m.ctid = ANY (candidates)
     ), of_keys AS (
-        SELECT g.*, l.task IS NOT NULL AS is_limited, l.rate_limit, l.rate_per, l.key_rate_limit, l.key_rate_per,
+        SELECT g.*, l.task IS NOT NULL AS is_limited, l.rate_limit, l.rate_per, l.key_concurrency, l.key_rate_limit,
+            l.key_rate_per, l.key_rate_burst,
             g.key IS NOT NULL AND (l.key_concurrency IS NOT NULL OR l.key_rate_limit IS NOT NULL) AS by_key,
             row_number() OVER (PARTITION BY g.task, g.key, g.keeps ORDER BY g.rank, g.pos) AS nth
         FROM given g LEFT JOIN mainspring.task_limits l ON l.mailbox = box AND l.task = g.task
     ), with_room AS (
-        SELECT o.*, CASE WHEN o.by_key AND o.nth = 1 THEN CASE
-            WHEN o.keeps OR mainspring.is_first_of_key(box, o.task, o.key, o.rank, o.pos)
-                THEN mainspring.room_of_key(box, o.task, o.key, o.keeps, at) ELSE 0 END END AS room
-        FROM of_keys o
+        SELECT o.*, CASE WHEN o.keeps THEN o.key_concurrency - u.in_flight WHEN u.is_later THEN 0
+            ELSE least(o.key_concurrency - u.in_flight - u.kept - u.dead,
+                floor(o.key_rate_burst - (greatest(u.spent_until, at) - at) * o.key_rate_limit / o.key_rate_per)) END AS room
+        FROM of_keys o LEFT JOIN LATERAL (
+            SELECT k.* FROM mainspring.use_of_key(box, o.task, o.key, o.rank, o.pos) AS k WHERE o.by_key AND o.nth = 1
+        ) AS u ON true
     ), of_tasks AS (
-        SELECT w.*, NOT w.by_key OR w.nth <= max(w.room) OVER (PARTITION BY w.task, w.key, w.keeps) AS passes FROM with_room w
+        SELECT w.*, NOT w.by_key OR w.nth <= coalesce(max(w.room) OVER (PARTITION BY w.task, w.key, w.keeps), w.nth) AS passes FROM with_room w
     ), in_order AS (
         SELECT o.*, row_number() OVER (PARTITION BY o.task, o.passes ORDER BY o.rank, o.pos) AS nth_of_task FROM of_tasks o
     ), with_task_room AS (
@@ -338,7 +323,8 @@ SET enable_mergejoin = off SET enable_sort = off SET jit = off SET plan_cache_mo
 -- What `claim` does, in a mailbox with limits. In the last row, `attempts` says how many messages were let in that others may
 -- claim.
 --
--- A claim that has found something puts as many messages to their limiters as it wants, at most, and one that has not, 1000.
+-- Once it has found something it looks no further when it comes to messages that have to wait; else when it has put 1000 of
+-- them to their limiters.
 DECLARE
     at timestamptz;
     now float8;
@@ -408,7 +394,7 @@ BEGIN
                         date_part('epoch', m.enqueued_at), date_part('epoch', m.first_received_at),
                         m.reply_to, m.headers, m.checkpoint, m.history, m.rank, m.pos;
                 GET DIAGNOSTICS number = ROW_COUNT;
-                is_over := missing = number OR aside >= CASE WHEN want > missing - number THEN want ELSE 1000 END;
+                is_over := missing = number OR aside >= CASE WHEN want > missing - number THEN 1 ELSE 1000 END;
                 EXIT WHEN is_over OR cardinality(candidates) < missing;
                 missing := missing - number;
                 number := 0;
@@ -564,10 +550,7 @@ BEGIN
         SELECT l.task, l.concurrency, l.rate_limit, l.rate_per, l.rate_burst, l.key_concurrency, l.key_rate_limit, l.key_rate_per,
             l.key_rate_burst, l.blocks, l.paused, l.changed_concurrency,
             CASE WHEN l.task = '' THEN (SELECT coalesce(sum(t.in_flight), 0)::bigint FROM mainspring.tallies t WHERE t.mailbox = box)
-                ELSE (
-                    SELECT count(*) FROM mainspring.messages m
-                    WHERE m.mailbox = box AND m.task = l.task AND m.permits > 0 AND m.permits = ANY ('{2,3}')
-                ) + mainspring.let_in_count(box, l.task, NULL) END,
+                ELSE (SELECT u.in_flight + u.let_in FROM mainspring.use_of_task(box, l.task) AS u) END,
             (SELECT count(*) FROM mainspring.messages m WHERE m.mailbox = box AND m.task = l.task AND m.state = ANY (
                 CASE WHEN mainspring.room_of_task(box, l.task, at) = 0 THEN '{0,3,4}' ELSE '{3,4}' END::smallint[]))
         FROM mainspring.task_limits l WHERE l.mailbox = box AND mainspring.is_limited(l) ORDER BY l.task;

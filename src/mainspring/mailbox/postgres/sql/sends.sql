@@ -82,18 +82,19 @@ END $$;
 CREATE OR REPLACE FUNCTION mainspring.last_place(box integer, of_task text, of_key text, of_rank smallint) RETURNS bigint
 LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET enable_sort = off SET jit = off
 SET plan_cache_mode = force_generic_plan AS $$
--- The last place of a key, of its messages that are in line (0) or wait at a limiter (3, 4).
+-- The last place of a key, of its messages that are in line or wait at a limiter. The state is a variable, which keeps the
+-- planner from the index of the line: there the messages of other keys are between.
+DECLARE
+    of_state smallint;
+    last bigint;
 BEGIN
-    RETURN greatest((
-        SELECT m.pos FROM mainspring.messages m WHERE m.mailbox = box AND m.task = of_task AND m.state = 0 AND m.task_key = of_key
-            AND m.rank = of_rank ORDER BY m.pos DESC LIMIT 1
-    ), (
-        SELECT m.pos FROM mainspring.messages m WHERE m.mailbox = box AND m.task = of_task AND m.state = 3 AND m.task_key = of_key
-            AND m.rank = of_rank ORDER BY m.pos DESC LIMIT 1
-    ), (
-        SELECT m.pos FROM mainspring.messages m WHERE m.mailbox = box AND m.task = of_task AND m.state = 4 AND m.task_key = of_key
-            AND m.rank = of_rank ORDER BY m.pos DESC LIMIT 1
-    ));
+    FOREACH of_state IN ARRAY ARRAY[0, 3, 4] LOOP
+        last := greatest(last, (
+            SELECT m.pos FROM mainspring.messages m WHERE m.mailbox = box AND m.task = of_task AND m.state = of_state
+                AND m.task_key = of_key AND m.rank = of_rank ORDER BY m.pos DESC LIMIT 1
+        ));
+    END LOOP;
+    RETURN last;
 END $$;
 
 CREATE OR REPLACE FUNCTION mainspring.first_place(box integer, of_rank smallint) RETURNS bigint
@@ -132,7 +133,7 @@ DECLARE
     first bigint;
 BEGIN
     FOR level IN SELECT DISTINCT r FROM unnest(ranks) AS r LOOP
-        first := mainspring.first_place(box, level);
+        first := coalesce(mainspring.first_place(box, level), nextval('mainspring.positions'));
         WITH given AS MATERIALIZED (
             SELECT g.*, g.delay > 0 AS is_late, nextval('mainspring.positions') AS tail,
                 (1000 / coalesce(g.weight, 1))::bigint AS step
@@ -142,7 +143,7 @@ BEGIN
         ), in_turn AS (
             SELECT g.*, sum(g.step) OVER line - first_value(g.step) OVER line AS ahead,
                 CASE WHEN g.key IS NOT NULL AND NOT g.is_late AND row_number() OVER line = 1 THEN greatest(
-                    coalesce(first, g.tail), mainspring.last_place(box, g.task, g.key, level) + g.step
+                    first, mainspring.last_place(box, g.task, g.key, level) + g.step
                 ) END AS start
             FROM given g WINDOW line AS (PARTITION BY g.task, g.key, g.is_late ORDER BY g.n)
         )
