@@ -430,19 +430,18 @@ END $$;
 CREATE OR REPLACE FUNCTION mainspring.set_aside(box integer, at_keys tid[], at_tasks tid[], were_let_in boolean) RETURNS integer
 LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off AS $$
 -- Let messages wait at the limiters of their keys, and of their tasks; how many.
-DECLARE
-    tasks text[];
-    number integer;
+DECLARE number integer;
 BEGIN
     WITH here AS (
         UPDATE mainspring.messages m SET state = CASE WHEN m.ctid = ANY (at_keys) THEN 3 ELSE 4 END,
             permits = CASE WHEN m.ctid = ANY (at_keys) THEN 0 WHEN m.permits = 1 THEN 1 WHEN m.task_key IS NOT NULL THEN 5 ELSE 0 END
-        WHERE m.ctid = ANY (at_keys || at_tasks) RETURNING m.task
+        WHERE m.ctid = ANY (at_keys || at_tasks) RETURNING m.task, m.task_key, m.state
+    ), freed AS (  -- another one may have the room of one that was let in
+        INSERT INTO mainspring.freed_permits (mailbox, task, key)
+        SELECT box, h.task, NULL FROM here h WHERE were_let_in UNION
+        SELECT box, h.task, h.task_key FROM here h WHERE were_let_in AND h.state = 3
     )
-    SELECT array_agg(DISTINCT h.task), count(*) INTO tasks, number FROM here h;
-    IF were_let_in THEN  -- another one may have their room
-        INSERT INTO mainspring.freed_permits (mailbox, task) SELECT box, unnest(tasks);
-    END IF;
+    SELECT count(*) INTO number FROM here;
     RETURN number;
 END $$;
 

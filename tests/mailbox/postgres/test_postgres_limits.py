@@ -1,0 +1,348 @@
+"""Tasks and their limits on PostgreSQL: that several processes keep them, that no lock holds up others, and what lists cost."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections import defaultdict
+from contextlib import contextmanager, suppress
+
+import anyio
+import pytest
+
+from mainspring import ReceiptHandleExpiredError
+from mainspring.mailbox.limiters import ALL_TASKS, Blocks, LimitChange, TaskLimits
+from mainspring.mailbox.message import Counts, MessagePlace, MessageQuery
+from mainspring.policies import Rate
+from postgres_support import until
+
+pytestmark = pytest.mark.anyio
+
+LIMITERS = ("3", "4", "5")
+
+
+@pytest.fixture
+def anyio_backend():
+    return "asyncio", {"use_uvloop": True}
+
+
+async def send(mailbox, *bodies, task="t", key=None, **options):
+    connection = options.pop("connection", None)
+    envelopes = [mailbox.prepare(body, **options) for body in bodies]
+    for envelope in envelopes:
+        envelope.task, envelope.key = task, key
+    if connection is not None:
+        return await mailbox.backend.send_within(connection, envelopes)
+    return await mailbox.send_prepared(envelopes)
+
+
+async def limit(mailbox, task="t", **limits):
+    await mailbox.backend.change_limits([LimitChange(task, TaskLimits(**limits))])
+
+
+async def bodies(mailbox, most=100):
+    return [message.body for message in await mailbox.receive(max_messages=most, visibility_timeout=600)]
+
+
+def left(place):
+    """How many messages wait at limiters or have permits, and how many permits wait to be given."""
+    waiting = "SELECT count(*) FROM SCHEMA.messages WHERE state > 2 OR permits > 0"
+    return place.execute(waiting)[0][0], place.execute("SELECT count(*) FROM SCHEMA.freed_permits")[0][0]
+
+
+# -------------------------------------------------------------------------------------------------------- one process
+
+
+def random_limits(rng):
+    return TaskLimits(
+        concurrency=rng.choice([None, None, 1, 3]),
+        rate=rng.choice([None, None, Rate(1_000, 1, rng.choice([1, 5]))]),
+        key_concurrency=rng.choice([None, 1, 2]),
+        key_rate=rng.choice([None, None, Rate(500, 1, 2)]),
+        blocks=rng.choice(list(Blocks)),
+    )
+
+
+async def end(message, rng):
+    with suppress(ReceiptHandleExpiredError):  # of a lease that was short
+        match rng.randrange(5):
+            case 0:
+                await message.nack(delay=rng.choice([0, 0.01]))
+            case 1:
+                await message.release()
+            case 2:
+                await message.dead_letter("no")
+            case _:
+                await message.acknowledge()
+
+
+async def drain(mailbox):
+    """Do all there is, dead letters too."""
+    with anyio.fail_after(30):
+        while (counts := await mailbox.counts()) != Counts(settled=counts.settled):
+            await mailbox.replay_dead_letters()
+            for message in await mailbox.receive(max_messages=100, wait_time_seconds=0.05):
+                await message.acknowledge()
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_nothing_is_left_at_a_limiter(place, seed):
+    """Whatever happens to messages while their limits change, all of them can be done."""
+    rng = random.Random(seed)
+    async with place.mailbox() as mailbox:
+        in_flight, known = [], []
+        for step in range(250):
+            act = rng.randrange(12)
+            if act < 4:
+                options = {"delay": rng.choice([0, 0, 0.01]), "priority": rng.choice([0, 0, 1, -2])}
+                if rng.random() < 0.1:
+                    options["expires_in"] = 0.02
+                task, key = rng.choice(["t", "u", None]), rng.choice([None, "a", "b"])
+                many = [step] * rng.choice([1, 1, 4])
+                known += await send(mailbox, *many, task=task, key=key, **options)
+            elif act < 7:
+                lease = rng.choice([0.01, 60])
+                in_flight += await mailbox.receive(max_messages=rng.choice([1, 3]), visibility_timeout=lease)
+            elif act < 9 and in_flight:
+                await end(in_flight.pop(rng.randrange(len(in_flight))), rng)
+            elif act == 9 and known:
+                if rng.random() < 0.5:
+                    await mailbox.cancel(rng.choice(known))
+                else:
+                    await mailbox.backend.reschedule(rng.choice(known), rng.choice([0, 0.01]))
+            elif act == 10:
+                await mailbox.replay_dead_letters()
+            else:
+                change = LimitChange(rng.choice(["t", "u"]), random_limits(rng), paused=rng.random() < 0.2)
+                await mailbox.backend.change_limits([change])
+        await mailbox.backend.change_limits([LimitChange(task, random_limits(rng), paused=False) for task in "tu"])
+        for message in in_flight:
+            await end(message, rng)
+        await drain(mailbox)
+        await mailbox.receive()
+        assert left(place) == (0, 0)
+
+
+async def test_sends_and_settlements_of_open_transactions_hold_up_nothing(place):
+    """They take no lock that a claim or a change of limits waits for; a permit is free when its transaction commits."""
+    async with place.mailbox() as mailbox, await place.connect() as connection:
+        await limit(mailbox, concurrency=1, key_concurrency=1, rate=Rate(1_000, 1, 10))
+        await send(mailbox, "a", "b", key="k")
+        (first,) = await mailbox.receive(visibility_timeout=600)
+        with anyio.fail_after(5):
+            async with mailbox.transaction(first), connection.transaction():
+                await send(mailbox, "c", key="k", connection=connection)
+                await first.acknowledge()
+                assert await bodies(mailbox) == []
+                await mailbox.backend.change_limits([LimitChange("t", concurrency=2)])
+                await send(mailbox, "other", task="u")
+                assert await bodies(mailbox) == ["other"]
+        (second,) = await mailbox.receive(visibility_timeout=600)
+        assert second.body == "b"
+        await second.acknowledge()
+        assert await bodies(mailbox) == ["c"]
+
+
+async def test_a_send_that_commits_late_keeps_the_order_of_its_key(place):
+    """It came first, and floors that claims have passed meanwhile do not let a later one of its key go before it."""
+    async with place.mailbox() as mailbox, await place.connect() as connection:
+        await limit(mailbox, key_concurrency=1)
+        await send(mailbox, "before")
+        async with connection.transaction():
+            await send(mailbox, 1, key="k", connection=connection)
+            await send(mailbox, *range(10), task="u")
+            assert len(await bodies(mailbox)) == 11
+        await send(mailbox, 2, 3, key="k")
+        seen = []
+        while messages := await mailbox.receive(max_messages=1, visibility_timeout=600, wait_time_seconds=2):
+            seen += [message.body for message in messages]
+            await messages[0].acknowledge()
+            if seen[-1] == 3:
+                break
+        assert seen == [1, 2, 3]
+
+
+async def test_a_claim_puts_a_bounded_number_of_messages_to_their_limiters(place):
+    """A claim that finds nothing goes on where it ended; a waiting one does so at once."""
+    async with place.mailbox() as mailbox:
+        await mailbox.backend.change_limits([LimitChange("t", paused=True)])
+        await send(mailbox, *range(3_500))
+        await mailbox.send("other")
+        assert await bodies(mailbox, 10) == []
+        waiting = "SELECT count(*) FROM SCHEMA.messages WHERE state = 4"
+        assert 1_000 <= place.execute(waiting)[0][0] < 1_100
+        with anyio.fail_after(5):
+            (other,) = await mailbox.receive(wait_time_seconds=60)
+        assert other.body == "other"
+        await mailbox.backend.change_limits([LimitChange("t", paused=False)])
+        got = []
+        while len(got) < 3_500:
+            got += await bodies(mailbox, 1_000)
+        assert got == list(range(3_500))
+
+
+async def test_a_receive_waits_while_nothing_may_be_claimed(place):
+    """It makes no calls without end, whatever limits what is there."""
+    async with place.mailbox() as mailbox:
+        changes = (
+            LimitChange(ALL_TASKS, paused=True),
+            LimitChange("t", paused=True),
+            LimitChange("t", TaskLimits(concurrency=1)),
+        )
+        for change in changes:
+            await mailbox.backend.change_limits([change])
+            await send(mailbox, "x")
+            calls = mailbox.statistics().batches
+            assert await mailbox.receive(wait_time_seconds=0.8) == []
+            assert mailbox.statistics().batches - calls <= 8
+
+
+async def test_limits_that_are_as_they_were_write_nothing(place):
+    async with place.mailbox() as mailbox:
+        limits = TaskLimits(2, Rate(5, 60, 2), 1, Rate(7, 11), Blocks.DEAD)
+        await mailbox.backend.change_limits([LimitChange("t", limits, paused=True, concurrency=4)])
+        rows = "SELECT xmin::text, task FROM SCHEMA.task_limits"
+        before = place.execute(rows)
+        await mailbox.backend.change_limits([LimitChange("t", limits), LimitChange("u", TaskLimits())])
+        assert place.execute(rows) == before
+        await mailbox.backend.change_limits([LimitChange("t", TaskLimits(), paused=False, concurrency=0)])
+        assert place.execute(rows) == []
+
+
+async def test_a_message_without_a_task_is_in_no_index_of_tasks(place):
+    indexes = ("messages_by_task", "messages_at_task", "messages_let_in", "messages_permits", "dead_permits")
+    sizes = [f"SELECT pg_relation_size('SCHEMA.{index}')" for index in indexes]
+    async with place.mailbox() as mailbox:
+        before = [place.execute(size) for size in sizes]
+        await mailbox.send_many(range(500))
+        for message in await mailbox.receive(max_messages=500):
+            await (message.acknowledge() if message.body else message.dead_letter("no"))
+        assert [place.execute(size) for size in sizes] == before
+        await send(mailbox, "x")
+        assert place.execute(sizes[0]) > before[0]
+
+
+async def test_a_key_that_no_index_holds_is_kept_as_its_digest(place):
+    async with place.mailbox() as mailbox:
+        await limit(mailbox, key_concurrency=1)
+        for key in ("k" * 1_000_000, "zero \0", "other"):
+            await send(mailbox, 1, 2, key=key)
+        assert await bodies(mailbox) == [1, 1, 1]
+        page = await mailbox.backend.list_messages(MessageQuery(MessagePlace.PENDING, 10, task="t", key="zero \0"))
+        assert len(page.messages) == 1
+
+
+# ------------------------------------------------------------------------------------------------------------- processes
+
+PROGRAM = """
+import anyio, sys
+from contextlib import suppress
+from mainspring.errors import ReceiptHandleExpiredError
+from mainspring.mailbox.postgres.mailbox import PostgresMailbox
+
+async def main():
+    async with PostgresMailbox(sys.argv[1], name="jobs", schema=sys.argv[2]) as mailbox:
+        async def work():
+            while True:
+                for message in await mailbox.receive(max_messages=2, visibility_timeout=2, wait_time_seconds=60):
+                    print("began", *message.body, message.first_received_at.timestamp(), flush=True)
+                    await anyio.sleep(0.002)
+                    with suppress(ReceiptHandleExpiredError):  # where the machine is slow
+                        await message.acknowledge()
+                        print("ended", *message.body, flush=True)
+
+        async with anyio.create_task_group() as group:
+            for _ in range(3):
+                group.start_soon(work)
+
+anyio.run(main)
+"""
+
+
+@contextmanager
+def workers(place, count):
+    """Processes that do what is in the mailbox."""
+    command = [sys.executable, "-c", PROGRAM, place.url, place.schema]
+    made = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(count)]
+    try:
+        yield made
+    finally:
+        for process in made:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+
+
+def said(processes):
+    """End them. Return the words of their lines."""
+    for process in processes:
+        process.kill()
+    return [line.split() for process in processes for line in process.stdout.read().decode().splitlines()]
+
+
+async def watched(place, mailbox, most):
+    """Look, until all is done, whether no more is in flight than may be."""
+    held = "SELECT count(*) FROM SCHEMA.messages WHERE state = 2"
+    with anyio.fail_after(60):
+        while (await mailbox.counts()).waiting:
+            assert place.execute(held)[0][0] <= most
+            assert all(state.running <= most for state in await mailbox.backend.limits())
+            await anyio.sleep(0.003)
+
+
+@pytest.mark.slow
+async def test_processes_keep_the_concurrency_of_a_task_and_the_order_of_its_keys(place):
+    """None of them runs more than it may, all is done, and the messages of each key in the order of the sends."""
+    async with place.mailbox() as mailbox:
+        await limit(mailbox, concurrency=3, key_concurrency=1)
+        sent = defaultdict(list)
+        for number in range(150):
+            key = f"k{number % 7}"
+            sent[key].append(str(number))
+            await send(mailbox, [key, number], key=key)
+        with workers(place, 4) as made:
+            await watched(place, mailbox, 3)
+            lines = said(made)
+        await mailbox.receive()
+        assert left(place) == (0, 0)
+    done = defaultdict(list)
+    for line in sorted((line for line in lines if line[0] == "began"), key=lambda line: float(line[3])):
+        done[line[1]].append(line[2])
+    assert done == sent
+
+
+@pytest.mark.slow
+async def test_workers_that_are_killed_lose_no_message_and_no_permit(place):
+    async with place.mailbox() as mailbox:
+        await limit(mailbox, concurrency=3, key_concurrency=1, blocks=Blocks.RETRY)
+        for number in range(60):
+            await send(mailbox, ["k", number], key=f"k{number % 5}")
+        lines = []
+        for _ in range(3):
+            with workers(place, 1) as made:
+                await until(lambda: place.execute("SELECT count(*) FROM SCHEMA.messages WHERE state = 2")[0][0])
+                lines += said(made)
+        with workers(place, 2) as made:
+            await watched(place, mailbox, 3)
+            lines += said(made)
+        await mailbox.receive()
+        assert left(place) == (0, 0)
+    assert {int(line[2]) for line in lines if line[0] == "ended"} == set(range(60))
+
+
+@pytest.mark.slow
+async def test_processes_keep_a_rate(place):
+    """By the server's dates of the claims, in no time more were claimed than the burst and what the rate allows."""
+    interval, burst = 0.02, 3
+    async with place.mailbox() as mailbox:
+        await limit(mailbox, rate=Rate(50, 1, burst))
+        await send(mailbox, *(["x", number] for number in range(60)))
+        with workers(place, 3) as made:
+            await watched(place, mailbox, 60)
+            lines = said(made)
+    begun = sorted(float(line[3]) for line in lines if line[0] == "began")
+    assert len(begun) == 60
+    for first in range(60):
+        for last in range(first + burst, 60):
+            assert begun[last] - begun[first] >= (last - first + 1 - burst) * interval - 0.001
