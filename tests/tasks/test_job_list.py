@@ -16,6 +16,7 @@ from mainspring.mailbox import job_list
 from mainspring.mailbox.backend import Backend
 from mainspring.mailbox.jobs import JobProgress, keep_progress, status_of
 from mainspring.mailbox.limiters import LimitChange, TaskLimits
+from mainspring.mailbox.memory import listing
 from mainspring.testing import run_virtual
 from stores import KINDS, on
 from wrapped_backend import WrappedBackend, wrap
@@ -355,6 +356,19 @@ async def test_no_more_is_read_than_is_asked_for():
         listing = box.jobs(state="pending")
         await anext(listing)
         assert asked == [7, job_list.PAGE]
+
+
+async def test_a_list_of_a_task_does_not_look_through_another_place_first(monkeypatch):
+    monkeypatch.setattr(listing, "LOOK_AT_MOST", 5)
+    async with wrap(InMemoryMailbox("jobs"), Listing) as box:
+        sent = [await send(box, number, task="email", delay=HOUR if number > 35 else 0) for number in range(40)]
+        assert await ids(box, task="email", limit=5) == sent[:5]
+        assert len(box.backend.asked) == 2
+        whole = [job async for job in box.jobs(task="email")]
+        assert sorted(job.id for job in whole) == sent
+        for number, job in enumerate(whole):
+            rest = [each.id async for each in box.jobs(task="email", after=job.position)]
+            assert sorted(rest) == sorted(each.id for each in whole[number + 1 :])
 
 
 @pytest.mark.usefixtures("small_pages")

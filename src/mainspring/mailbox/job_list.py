@@ -4,6 +4,9 @@ A list goes through the places of a mailbox in the order in which a job passes t
 letters, the results that are kept, and the chains. Of each place it reads pages of bounded size. The store finds a task, a
 key and a date among unfinished messages; all else is looked for in each job of a page.
 
+The unfinished messages of a task may all be in another place than the one that is read. The store then says so after a bounded
+number of them, and the list goes on with the next place before it comes back.
+
 The last job of a page is handed out when the next page was read. So a caller may do to each job what removes it: the next
 page still begins behind a job that is there.
 """
@@ -59,8 +62,9 @@ _PLACES: Final = {
     RESULT: {JobState.DONE, JobState.FAILED, JobState.CANCELLED},
     CHAIN: {JobState.RUNNING, JobState.DONE, JobState.CANCELLED},
 }
-"""Which states the jobs of each place have, in the order of a list."""
-_IN_ORDER: Final = tuple(_PLACES)
+"""Which states the jobs of each place have."""
+_ROUNDS: Final[tuple[tuple[str, ...], ...]] = (tuple(MessagePlace), (DEAD,), (RESULT,), (CHAIN,))
+"""The order of a list: a round is over when each of its places is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,24 +175,39 @@ class _JobPage(NamedTuple):
     """Where the next page of the place begins; None: this is the last."""
 
 
-class _Position(NamedTuple):
-    """Behind which job a list goes on: in which place, where its page begins there, and behind which id of the page."""
+class _Cursor(NamedTuple):
+    """Where the next page of a place begins; None: at its beginning."""
 
     place: str
     after: str | None = None
+
+
+class _Position(NamedTuple):
+    """Where a list goes on: the places of the round that are not over, the next one first, and behind which id of its page."""
+
+    cursors: tuple[_Cursor, ...]
     job_id: str | None = None
 
     def __str__(self) -> str:
         return urlsafe_b64encode(json.dumps(self, separators=(",", ":")).encode()).decode().rstrip("=")
 
+    @property
+    def round(self) -> int:
+        """The number of the round."""
+        return next(number for number, places in enumerate(_ROUNDS) if self.cursors[0].place in places)
+
     @classmethod
     def read(cls, text: str) -> Self:
         """Return the position that :attr:`JobStatus.position` says."""
         try:
-            place, after, job_id = json.loads(urlsafe_b64decode(text + "=" * (-len(text) % 4)))
-            if place in _PLACES and all(each is None or isinstance(each, str) for each in (after, job_id)):
-                return cls(place, after, job_id)
-        except (TypeError, ValueError):
+            cursors, job_id = json.loads(urlsafe_b64decode(text + "=" * (-len(text) % 4)))
+            found = cls(tuple(_Cursor(place, after) for place, after in cursors), job_id)
+            texts = [text for text in (job_id, *(cursor.after for cursor in found.cursors)) if text is not None]
+            if all(cursor.place in _ROUNDS[found.round] for cursor in found.cursors) and all(
+                isinstance(each, str) for each in texts
+            ):
+                return found
+        except (TypeError, ValueError, LookupError, StopIteration):
             pass
         raise InvalidParameterError(
             f"jobs: after must be the position of a job that was listed (JobStatus.position), not {text!r:.100}"
@@ -216,10 +235,14 @@ class JobList:
         self._mailbox = mailbox
         self._which = which
         self._left = limit
-        self._at = _Position(_IN_ORDER[0]) if after is None else _Position.read(after)
+        at = _Position(tuple(map(_Cursor, _ROUNDS[0]))) if after is None else _Position.read(after)
         left_out = {RESULT, CHAIN} if not mailbox.capabilities.records else set() if chains else {CHAIN}
-        behind = _IN_ORDER[_IN_ORDER.index(self._at.place) :]
-        self._places = [place for place in behind if _PLACES[place] & which.states and place not in left_out]
+        rounds = [at.cursors, *(tuple(map(_Cursor, places)) for places in _ROUNDS[at.round + 1 :])]
+        self._rounds = [
+            tuple(each for each in cursors if _PLACES[each.place] & which.states and each.place not in left_out)
+            for cursors in rounds
+        ]
+        self._behind = at.job_id
         self._held: list[JobStatus] = []
         self._ready: list[JobStatus] = []
 
@@ -244,26 +267,42 @@ class JobList:
 
     async def _page(self) -> list[JobStatus]:
         """Return the jobs of the next page that has some which fit, or none at the end."""
-        while self._places and self._left != 0:
-            place = self._places[0]
-            at = self._at if self._at.place == place else _Position(place)
-            page = await self._read(place, self._size(at), at.after)
+        while self._rounds and self._left != 0:
+            if not self._rounds[0]:
+                self._rounds = self._rounds[1:]
+                continue
+            here, *others = self._rounds[0]
+            size = self._size(here)
+            page = await self._read(here.place, size, here.after)
             ids = [each.job.id for each in page.jobs]
-            behind = ids.index(at.job_id) + 1 if at.job_id in ids else 0
-            found = [_placed(each, page, at) for each in page.jobs[behind:] if self._which.fits(each)]
+            behind = ids.index(self._behind) + 1 if self._behind in ids else 0
+            following = [] if page.after is None else [_Cursor(here.place, page.after)]
+            cursors = (*following, *others) if len(ids) == size else (*others, *following)
+            found = [
+                self._placed(each, cursors if each is page.jobs[-1] else ())
+                for each in page.jobs[behind:]
+                if self._which.fits(each)
+            ]
             found = await with_progress(self._mailbox.backend, found[: self._left])
-            if page.after is None:
-                self._places = self._places[1:]
-            self._at = _Position(place, page.after)
+            self._rounds, self._behind = [cursors, *self._rounds[1:]], None
             if self._left is not None:
                 self._left -= len(found)
             if found:
                 return found
         return []
 
-    def _size(self, at: _Position) -> int:
+    def _placed(self, found: _Found, following: tuple[_Cursor, ...]) -> JobStatus:
+        """Return a job of the page that was read, with its position: before the cursors that follow, or within the page."""
+        here, *others = self._rounds[0]
+        if found.after is not None:
+            position = _Position((_Cursor(here.place, found.after),))
+        else:
+            position = _Position(following) if following else _Position((here, *others), found.job.id)
+        return replace(found.job, position=str(position))
+
+    def _size(self, here: _Cursor) -> int:
         """Return how many jobs to read: no more than are wanted, where each job that is read is one of them."""
-        if self._left is None or at.job_id is not None or not self._which.is_found_by_store(at.place):
+        if self._left is None or self._behind is not None or not self._which.is_found_by_store(here.place):
             return PAGE
         return min(PAGE, self._left)
 
@@ -310,13 +349,6 @@ class JobList:
 
 def _status_of_result(record: Record) -> JobStatus:
     return outcome_of_record(record).status
-
-
-def _placed(found: _Found, page: _JobPage, at: _Position) -> JobStatus:
-    """Return a job of a page that begins at ``at``, with its position."""
-    after = page.after if found is page.jobs[-1] and page.after is not None else found.after
-    position = _Position(at.place, at.after, found.job.id) if after is None else _Position(at.place, after)
-    return replace(found.job, position=str(position))
 
 
 async def purge(mailbox: Mailbox[Any, Any], which: JobFilter) -> int:

@@ -612,7 +612,7 @@ class Mailbox(MailboxLifeCycle, Generic[T, R]):
     ) -> JobList:
         """Yield the status of jobs that fit all filters: ``async for job in mailbox.jobs(state="pending", task="email")``.
 
-        First come unfinished jobs: scheduled, pending, running; then the dead ones, the ends that are kept (``result_ttl=``),
+        First come unfinished jobs (scheduled, pending, running), then the dead ones, the ends that are kept (``result_ttl=``),
         and chains. The order among jobs of a state is the store's own. A job that changes its state meanwhile may come twice,
         or not at all; the others come once. The store is asked for pages of up to 500 jobs, as they are needed.
 
