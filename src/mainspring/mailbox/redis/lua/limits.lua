@@ -486,7 +486,7 @@ end
 local function fetch_shares(box, entries)
   local list, seen = {}, {}
   for _, entry in ipairs(entries) do
-    if entry.key then
+    if entry.key and not entry.share then
       entry.share = 's' .. entry.rank .. ' ' .. entry[OF_KEY]
       if not (box.shares[entry.share] or seen[entry.share]) then
         list[#list + 1] = entry.share
@@ -505,7 +505,9 @@ function limits.place_of(box, entry, spare)
   if not entry.key then
     return nil
   end
-  fetch_shares(box, { entry })
+  if not entry.share then
+    fetch_shares(box, { entry })
+  end
   local first, last = first_place(box, entry.rank, entry.task), box.shares[entry.share]
   if not first then
     first = tonumber(spare or new_place(box))
@@ -517,7 +519,7 @@ end
 
 -- Let a message have another place (nil: its own) from the begin on.
 local function move(entry, place)
-  if place then
+  if place and place ~= entry.place then
     local permits, rank, rest = string.match(entry.about, '^(%d) (%-?%d+) %d+ (.*)$')
     entry.about, entry.place = table.concat({ permits, rank, place, rest }, ' '), place
   end
