@@ -86,3 +86,45 @@ def test_headers_say_what_was_given():
     assert timeout_of(headers, None) == 0.123456789
     assert retry_of(headers, STEADY) == RetryPolicy(0.5, 10.25, 1.5, "full")
     assert option_headers(None, None) == {}
+
+
+def test_calls_under_a_former_name_are_run():
+    async def main():
+        before, now = Tasks("memory://jobs"), Tasks("memory://jobs")
+        ran = []
+
+        @before.task(result_ttl=60)
+        async def email(to: str) -> int: ...
+
+        @now.task(aliases=["email", "mail"], result_ttl=60)
+        async def send_email(to: str) -> int:
+            ran.append(to)
+            return len(ran)
+
+        async with before, group_of(now):
+            old, new = await email.send("ann"), await send_email.send("bob")
+            assert sorted([await now.job(old.id).result(timeout=9), await new.result(timeout=9)]) == [1, 2]
+            assert sorted(ran) == ["ann", "bob"]
+
+    run_virtual(main)
+
+
+def test_aliases_are_names_of_their_own():
+    tasks = Tasks(InMemoryMailbox())
+
+    @tasks.task(aliases=["mail"])
+    async def email() -> None: ...
+
+    async def work() -> None: ...
+
+    for aliases, why in (
+        (["mail"], "'mail' is registered already"),
+        (["email"], "'email' is registered already"),
+        (["a b"], "a name is up to 200"),
+        ([5], "a name is up to 200"),
+        ("mail", "aliases must be a list of names"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            tasks.task(aliases=aliases)(work)
+    with pytest.raises(ConfigError, match="'mail' is registered already"):
+        tasks.task(name="mail")(work)

@@ -128,7 +128,7 @@ class Tasks:
             )
         self._modules = tuple(modules)
         self.registered: dict[str, Task[..., Any]] = {}
-        """The tasks by their names."""
+        """The tasks by their names and aliases."""
         self._schedules: Schedules | None = None
         self.loops = 0
         """How many loops run on it in this process."""
@@ -172,6 +172,7 @@ class Tasks:
         /,
         *,
         name: str | None = None,
+        aliases: Sequence[str] = (),
         retry: RetryPolicy | None = None,
         dead_letter: DeadLetterPolicy | None = None,
         timeout: float | None = None,
@@ -198,6 +199,7 @@ class Tasks:
         batch: int,
         batch_wait: float = BATCH_WAIT,
         name: str | None = None,
+        aliases: Sequence[str] = (),
         retry: RetryPolicy | None = None,
         dead_letter: DeadLetterPolicy | None = None,
         timeout: float | None = None,
@@ -225,7 +227,7 @@ class Tasks:
         weight: Weight | None = None, unique: Unique = False, debounce: Seconds | tuple[Seconds, Seconds] | None = None,
         result_ttl: Seconds = 0, expires_in: Seconds | None = None,
         offload: Literal["thread", "process"] | OffloadPool | None = None, middleware: Sequence[Middleware] = (),
-        batch: int | None = None, batch_wait: float = BATCH_WAIT,
+        batch: int | None = None, batch_wait: float = BATCH_WAIT, aliases: Sequence[str] = (),
     ) -> Any:  # fmt: skip
         """Register a function: ``@tasks.task``, or ``@tasks.task(timeout=60)``. Return it as a :class:`Task`.
 
@@ -234,6 +236,7 @@ class Tasks:
         the message. Put it first, so that type checkers know that callers leave it out.
 
         :param name: how messages name it; the function's name by default. Keep the name when the function is renamed.
+        :param aliases: former names, as ``["email"]``: calls that were sent under these are run by this task.
         :param retry: how long a failed call waits before it is tried again.
         :param dead_letter: when a call is given up.
         :param timeout: seconds after which the function is cancelled, as a failed attempt.
@@ -272,13 +275,16 @@ class Tasks:
         )
         limits = LimitOptions(rate, concurrency, key_rate, key_concurrency, ordered, weight)
         sending = SendOptions(priority=priority, unique=unique, result_ttl=result_ttl, expires_in=expires_in)
-        register = partial(self._register, name=name, handling=handling, limits=limits, sending=sending, names=names)
+        register = partial(
+            self._register, name=name, aliases=aliases, handling=handling, limits=limits, sending=sending, names=names
+        )
         return register if fn is None else register(fn)
 
     def _register(
         self,
         fn: Callable[..., Any],
         name: str | None,
+        aliases: Sequence[str],
         handling: TaskOptions,
         limits: LimitOptions,
         sending: SendOptions,
@@ -288,14 +294,10 @@ class Tasks:
             raise ConfigError(f"a task must be a function, {instead_of(fn, 'task')}")
         check_runs(fn, "task")
         name = name_of(fn).rpartition(".")[2] if name is None else name
-        if not (isinstance(name, str) and _NAME.fullmatch(name)):
-            raise ConfigError(
-                f"task {name!r}: a name is up to 200 letters, digits and _ . : / -, and begins with a letter; give name="
-            )
-        if name in self.registered:
-            raise ConfigError(
-                f"task {name!r} is registered already on {self.name!r}; give one of the two another name="
-            )
+        if isinstance(aliases, str):
+            raise ConfigError(f"task {name!r}: aliases must be a list of names, as [{aliases!r}], not a text")
+        for each in (name, *aliases):
+            self._check_name(each)
         if self.loops:
             raise ConfigError(f"task {name!r}: a loop of {self.name!r} runs already; register tasks before")
         check_handling(f"task {name}", "timeout", handling.timeout, handling.retry, handling.dead_letter)
@@ -311,9 +313,19 @@ class Tasks:
         handling = replace(handling, limits=limits.checked(name, handling.key, self.mailbox))
         task: Task[..., Any] = Task(self, name, fn, parameters, handling, sending)
         check_offload(f"task {name}", handling.offload, is_async=task.is_async)
-        self.registered[name] = task
+        self.registered |= dict.fromkeys((name, *aliases), task)
         self.declared_in = None
         return task
+
+    def _check_name(self, name: Any) -> None:
+        if not (isinstance(name, str) and _NAME.fullmatch(name)):
+            raise ConfigError(
+                f"task {name!r}: a name is up to 200 letters, digits and _ . : / -, and begins with a letter; give name="
+            )
+        if name in self.registered:
+            raise ConfigError(
+                f"task {name!r} is registered already on {self.name!r}; give one of the two another name="
+            )
 
     # ----------------------------------------------------------------------------------------------------- schedules
 
