@@ -287,18 +287,24 @@ class WorkLimits:
     # ------------------------------------------------------------------------------------------------------ limiters
 
     def read(self, mailbox: int, calls: Iterable[Limitable | None]) -> None:
-        """Read the limiters of these messages that are not known yet, all of a task by one statement."""
-        new: dict[str, dict[str, str | None]] = {}
+        """Read the limiters of the keys of these messages that are not known yet, all of a task by one statement."""
+        states = self.of_mailbox(mailbox)
+        known = self._limiters
+        new: dict[str, dict[str, str]] = {}
         for call in calls:
-            if call is not None and call.task in self.of_mailbox(mailbox):
-                for key in (call.key, None):
-                    if (mailbox, call.task, _name(key)) not in self._limiters:
-                        new.setdefault(call.task, {})[_name(key)] = key
+            if call is not None and call.key is not None and call.task in states:
+                name = f"={call.key}"
+                if (mailbox, call.task, name) not in known:
+                    new.setdefault(call.task, {})[name] = call.key
         for task, names in new.items():
+            limits = states[task].limits
+            if not limits.limits_keys:  # few are needed, if any, of when keys had limits
+                continue
             for name, key in names.items():
-                self._limiters[mailbox, task, name] = self._new(mailbox, task, key)
+                place = (mailbox, task, name)
+                known[place] = StoredLimiter(place=place, key=key, most=limits.key_concurrency, rate=limits.key_rate)
             for name, *row in self._work.rows(sql.LIMITERS, (mailbox, task, json.dumps(list(names)))):
-                self._limiters[mailbox, task, name].read(*row)
+                known[mailbox, task, name].read(*row)
 
     def _limiter(self, mailbox: int, task: str, key: str | None = None) -> StoredLimiter:
         place = (mailbox, task, "" if key is None else "=" + key)
@@ -400,12 +406,13 @@ class WorkLimits:
         """Give permits, and write the limiters that have changed."""
         self.give()
         work = self._work
-        changed = [limiter for limiter in self._limiters.values() if limiter.values(work.wall) != limiter.row]
         written, dropped = [], []
         soonest = math.inf
         added = 0
-        for limiter in changed:
+        for limiter in self._limiters.values():
             values = limiter.values(work.wall)
+            if values == limiter.row:
+                continue
             added += limiter.row is None
             limiter.row = values
             if values is None:

@@ -292,22 +292,18 @@ def _first_admitted(work: UnitOfWork, limits: WorkLimits, mailbox: int, limit: i
     is_short = limit > 0
     while is_short:
         rows = _first_ready(work, mailbox, limit, sql.FIRST_LIMITED)
-        limits.read(mailbox, map(_limitable, rows))
+        calls = [Limitable.of(row[-4], row[-3], None, row[-2]) for row in rows]
+        limits.read(mailbox, calls)
         is_short = False
-        for row in rows:
+        for row, call in zip(rows, calls, strict=True):
             rank, pos, seq, *_ = row
-            is_admitted = seq in admitted or limits.admit(mailbox, rank, pos, seq, _limitable(row))
+            is_admitted = seq in admitted or limits.admit(mailbox, rank, pos, seq, call)
             if is_admitted is None:
                 return list(admitted.values())
             if is_admitted:
                 admitted[seq] = row
             is_short = is_short or not is_admitted
     return list(admitted.values())
-
-
-def _limitable(row: tuple[Any, ...]) -> Limitable | None:
-    task, key, permits = row[-4:-1]
-    return Limitable.of(task, key, None, permits)
 
 
 def _unclaim(work: UnitOfWork, commands: list[batched.Unclaim]) -> None:
