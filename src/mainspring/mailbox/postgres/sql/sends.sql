@@ -79,22 +79,27 @@ BEGIN
     PERFORM mainspring.notify_sent(box, cardinality(ids) - late);
 END $$;
 
-CREATE OR REPLACE FUNCTION mainspring.last_place(box integer, of_task text, of_key text, of_rank smallint) RETURNS bigint
-LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET enable_sort = off SET jit = off
-SET plan_cache_mode = force_generic_plan AS $$
--- The last place of a key, of its messages that are in line or wait at a limiter. The state is a variable, which keeps the
--- planner from the index of the line: there the messages of other keys are between.
+CREATE OR REPLACE FUNCTION mainspring.last_place(
+    box integer, of_task text, of_key text, of_rank smallint, is_limited boolean
+) RETURNS bigint LANGUAGE plpgsql AS $$
+-- The last place of a key, of its messages that are in line or, where anything `is_limited`, wait at a limiter. The states are
+-- variables, which keeps the planner from the index of the line: there the messages of other keys are between. Its callers fix
+-- its plan: a function's settings cost more than a read by an index, and this one is called for each key.
 DECLARE
-    of_state smallint;
-    last bigint;
+    in_line smallint := 0;
+    at_key smallint := 3;
+    at_task smallint := 4;
 BEGIN
-    FOREACH of_state IN ARRAY ARRAY[0, 3, 4] LOOP
-        last := greatest(last, (
-            SELECT m.pos FROM mainspring.messages m WHERE m.mailbox = box AND m.task = of_task AND m.state = of_state
-                AND m.task_key = of_key AND m.rank = of_rank ORDER BY m.pos DESC LIMIT 1
-        ));
-    END LOOP;
-    RETURN last;
+    RETURN greatest((
+        SELECT m.pos FROM mainspring.messages m WHERE m.mailbox = box AND m.task = of_task AND m.state = in_line
+            AND m.task_key = of_key AND m.rank = of_rank ORDER BY m.pos DESC LIMIT 1
+    ), CASE WHEN is_limited THEN (
+        SELECT m.pos FROM mainspring.messages m WHERE m.mailbox = box AND m.task = of_task AND m.state = at_key
+            AND m.task_key = of_key AND m.rank = of_rank ORDER BY m.pos DESC LIMIT 1
+    ) END, CASE WHEN is_limited THEN (
+        SELECT m.pos FROM mainspring.messages m WHERE m.mailbox = box AND m.task = of_task AND m.state = at_task
+            AND m.task_key = of_key AND m.rank = of_rank ORDER BY m.pos DESC LIMIT 1
+    ) END);
 END $$;
 
 CREATE OR REPLACE FUNCTION mainspring.first_place(box integer, of_rank smallint) RETURNS bigint
@@ -108,7 +113,8 @@ END $$;
 
 CREATE OR REPLACE FUNCTION mainspring.place_of(
     box integer, of_task text, of_key text, of_rank smallint, of_weight float8
-) RETURNS bigint LANGUAGE plpgsql AS $$
+) RETURNS bigint LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET enable_sort = off SET jit = off
+SET plan_cache_mode = force_generic_plan AS $$
 -- The place of a message that comes to the line: at the tail, or, with a key, one step behind the last one of its key, and not
 -- before the first in line. So keys take turns. It takes no lock: two messages of a key that come at the same time may have
 -- the same place.
@@ -118,19 +124,21 @@ BEGIN
         RETURN tail;
     END IF;
     RETURN greatest(coalesce(mainspring.first_place(box, of_rank), tail),
-        mainspring.last_place(box, of_task, of_key, of_rank) + (1000 / coalesce(of_weight, 1))::bigint);
+        mainspring.last_place(box, of_task, of_key, of_rank, true) + (1000 / coalesce(of_weight, 1))::bigint);
 END $$;
 
 CREATE OR REPLACE FUNCTION mainspring.send_tasks(
     box integer, ids text[], bodies bytea[], delays float8[], ranks smallint[], reply_tos text[], all_headers text[],
     lives float8[], tasks text[], keys text[], weights float8[]
-) RETURNS void LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off AS $$
+) RETURNS void LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET enable_sort = off SET jit = off
+SET plan_cache_mode = force_generic_plan AS $$
 -- Messages of tasks; those with a key have the places that `place_of` gives.
 DECLARE
     at timestamptz := clock_timestamp();
     late bigint;
     level smallint;
     first bigint;
+    is_limited boolean := EXISTS (SELECT FROM mainspring.task_limits l WHERE l.mailbox = box);
 BEGIN
     FOR level IN SELECT DISTINCT r FROM unnest(ranks) AS r LOOP
         first := coalesce(mainspring.first_place(box, level), nextval('mainspring.positions'));
@@ -143,7 +151,7 @@ BEGIN
         ), in_turn AS (
             SELECT g.*, sum(g.step) OVER line - first_value(g.step) OVER line AS ahead,
                 CASE WHEN g.key IS NOT NULL AND NOT g.is_late AND row_number() OVER line = 1 THEN greatest(
-                    first, mainspring.last_place(box, g.task, g.key, level) + g.step
+                    first, mainspring.last_place(box, g.task, g.key, level, is_limited) + g.step
                 ) END AS start
             FROM given g WINDOW line AS (PARTITION BY g.task, g.key, g.is_late ORDER BY g.n)
         )
