@@ -38,12 +38,12 @@ end
 
 local function read_entry(id, about)
   local permits, rank, place, weight, name, size = string.match(about, '^(%d) (%-?%d+) (%d+) %d+ (%S+) ((%d+):.*)$')
-  local ends, has_key = string.len(size) + 1 + tonumber(size), nil
-  has_key = string.byte(name, ends + 1) == 107 -- "k"
+  local ends = string.len(size) + 1 + tonumber(size)
+  local has_key = string.byte(name, ends + 1) == 107 -- "k"
   return {
     id = id, about = about, permits = tonumber(permits), stored = tonumber(permits), rank = rank, place = place, weight = weight,
-    written = string.sub(name, 1, ends), task = string.sub(name, string.len(size) + 2, ends), key = has_key and string.sub(name, ends + 2),
-    [OF_KEY] = has_key and name,
+    written = string.sub(name, 1, ends), task = string.sub(name, string.len(size) + 2, ends),
+    key = has_key and string.sub(name, ends + 2), [OF_KEY] = has_key and name,
   }
 end
 
@@ -280,8 +280,8 @@ local function lacks_key(entry, declared)
   return entry.key and declared.limits_keys and not holds(entry, OF_KEY)
 end
 
--- Let a message get the permits that it lacks, as far as no other waits for them. Return nil if it has all of them, else its entry in
--- `waits`, which the caller writes.
+-- Let a message get the permits that it lacks, as far as no other waits for them. Return nil if it has all of them, else its
+-- entry in `waits`, which the caller writes.
 local function get_permits(box, entry, declared, place)
   while true do
     local which = lacks_key(entry, declared) and OF_KEY or not holds(entry, OWN) and OWN
@@ -325,7 +325,8 @@ local function put(box, ready, waits)
   box.added = box.added + #ready / 2
 end
 
--- Let in messages that wait at a limiter first of all: its name, which kind of a permit it gives, the limits, and the entry in `waits`.
+-- Let in messages that wait at a limiter first of all. Of each: the limiter's name, which permit it gives, the limits, and the
+-- entry in `waits`.
 local function let_these_in(box, found)
   local ids, gone, ready, waits, entries = {}, {}, {}, {}, {}
   for i, one in ipairs(found) do
@@ -465,7 +466,8 @@ function limits.save(box)
         gone[#gone + 1] = one.is_stored and 'l' .. name or nil
       else
         stored[#stored + 1] = 'l' .. name
-        stored[#stored + 1] = table.concat({ one.used, math.min(one.unclaimed, one.used), one.spent > now and text(one.spent) or 0 }, ' ')
+        local spent = one.spent > now and text(one.spent) or 0
+        stored[#stored + 1] = table.concat({ one.used, math.min(one.unclaimed, one.used), spent }, ' ')
         new = new + (one.is_stored and 0 or 1)
       end
     end

@@ -110,7 +110,7 @@ local function offer_all(box, entries, values, spots, rank)
   end
 end
 
--- Store what new messages have that have tasks (`entries`, each with its number in `values` and `spots`), and let these know places.
+-- Store what new messages have that have tasks, and write their places into `values` and `spots`, where each entry has its number.
 local function add_tasks(box, entries, values, spots, delay)
   if delay == 0 then
     limits.give_places(box, entries)
@@ -219,9 +219,9 @@ local function undo_send(box, values, spots, keys)
   pcall(bulk, 'HDEL', box.messages, ids)
 end
 
--- Store `count` messages, from ARGV[from] on: id and body (with its flags), and `parts`: 1 the dedup key, 2 the task, 3 both. The bodies of those
--- with the ids `large` are stored already, else it is an error: NO_BODY. Their ids; nil where there is no memory for them: then
--- none is stored.
+-- Store `count` messages, from ARGV[from] on: id and body (with its flags), and `parts`: 1 the dedup key, 2 the task, 3 both. The
+-- bodies of those with the ids `large` are stored already, else it is an error: NO_BODY. Their ids; nil where there is no memory
+-- for them: then none is stored.
 local function send(box, ...)
   local values, spots, keys = {}, {}, {}
   local done, result = pcall(send_all, box, values, spots, keys, ...)

@@ -87,8 +87,8 @@ end
 -- The mailbox whose keys begin behind KEYS[behind]. Operations read of its state what they need.
 local function box_of(behind)
   return {
-    added = 0, settled = 0, dropped = 0, no_waiters = false, defined = {}, known = {}, touched = {}, first = {}, shares = {}, budget = AT_ONCE,
-    refused = 0,
+    added = 0, settled = 0, dropped = 0, no_waiters = false, -- and of limits:
+    defined = {}, known = {}, touched = {}, first = {}, shares = {}, budget = AT_ONCE, refused = 0,
     messages = KEYS[behind + 1], ready = KEYS[behind + 2], delayed = KEYS[behind + 3], leases = KEYS[behind + 4],
     state = KEYS[behind + 5], more = KEYS[behind + 6], dedup = KEYS[behind + 7], expiry = KEYS[behind + 8],
     dead = KEYS[behind + 9], dead_order = KEYS[behind + 10], dead_details = KEYS[behind + 11], waiters = KEYS[behind + 12],
