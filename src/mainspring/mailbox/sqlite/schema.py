@@ -470,7 +470,8 @@ ADD_WAITING = "INSERT INTO waiting VALUES (?, ?, ?, ?, ?, ?, ?)"
 FIRST_WAITING = f"SELECT rank, pos, seq, permits FROM waiting WHERE {_LIMITER} ORDER BY rank, pos, seq LIMIT ?"
 FIRST_WAITING_OF = """SELECT w.name, w.rank, w.pos, w.seq, w.permits FROM json_each(?) CROSS JOIN waiting AS w
     ON w.mailbox = ? AND w.task = ? AND w.name = json_each.value AND (w.rank, w.pos, w.seq) = (
-        SELECT f.rank, f.pos, f.seq FROM waiting AS f WHERE f.mailbox = w.mailbox AND f.task = w.task AND f.name = json_each.value
+        SELECT f.rank, f.pos, f.seq FROM waiting AS f
+        WHERE f.mailbox = w.mailbox AND f.task = w.task AND f.name = json_each.value
         ORDER BY f.rank, f.pos, f.seq LIMIT 1)"""
 KEY_OF = "SELECT key FROM messages WHERE seq = ?"
 WAITS_AT = """SELECT name, permits FROM waiting
