@@ -22,8 +22,9 @@ attempt and no poll.
   rescheduled, and loses it when it is cancelled or has expired.
 
 Fair shares need no permit. The place of a message with a key goes by the places of its key, not by the time of the send: it is
-one step behind the last message of its key, or at the place of the first message in line if that is later. A step is ``1 /
-weight``. So keys take turns, and a key with much to do delays another key by one message (start-time fair queueing).
+one step behind the last message of its key, or at the place of the first message in line if that is later. The first in line is
+the first that is ready, or that waits at the limiter of the same task, whichever is earlier. A step is ``1 / weight``. So
+keys take turns, and a key with much to do delays another key by one message (start-time fair queueing).
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from heapq import heapify, heappop, heappush
-from operator import itemgetter
 from typing import TYPE_CHECKING, Final
 
 from mainspring.mailbox.limiters import ALL_TASKS, Blocks, LimitChange, Limiter, LimitState, TaskLimits
@@ -23,52 +22,71 @@ SWEEP_FROM: Final = 1_024
 """Keys below which those that have nothing to remember are not looked for."""
 
 
-_PLACE = itemgetter(0, 1, 2)
-
-
 class LimiterQueue:
     """One limiter with the messages that wait at it. ``timer`` is set while it is to open at a known instant."""
 
-    __slots__ = ("_tie", "gone", "key", "limiter", "task", "timer", "waiting")
+    __slots__ = ("_gone", "_lines", "_tie", "key", "limiter", "task", "timer", "waiting")
 
     def __init__(self, task: TaskLimiters, key: str | None) -> None:
         self.task = task
         self.key = key
         self.limiter = Limiter()
-        self.waiting: list[tuple[int, float, int, QueuedMessage]] = []
-        self.gone = 0
+        self.waiting = 0
+        """How many messages wait."""
         self.timer = 0
+        self._lines: dict[int, list[tuple[float, int, QueuedMessage]]] = {}
+        """For each priority a heap of places. A message that has left from the middle stays until it comes to the head."""
+        self._gone = 0
         self._tie = 0
 
     def add(self, entry: QueuedMessage) -> None:
         """Let a message wait."""
         self._tie += 1
         entry.waits_at = self
-        heappush(self.waiting, (-entry.priority, entry.order, self._tie, entry))
+        self.waiting += 1
+        heappush(self._lines.setdefault(entry.priority, []), (entry.order, self._tie, entry))
 
     def lose_one(self) -> None:
         """Note that a waiting message has left from the middle."""
-        self.gone += 1
-        if self.gone > SWEEP_FROM and self.gone * 2 > len(self.waiting):
-            self.waiting = [item for item in self.waiting if item[3].waits_at is self]
-            heapify(self.waiting)
-            self.gone = 0
+        self.waiting -= 1
+        self._gone += 1
+        if self._gone > SWEEP_FROM and self._gone > self.waiting:
+            for line in self._lines.values():
+                line[:] = [item for item in line if item[2].waits_at is self]
+                heapify(line)
+            self._gone = 0
 
     def first(self) -> QueuedMessage | None:
-        """Return the message that is next, and drop what has left before it."""
-        while self.waiting:
-            entry = self.waiting[0][3]
+        """Return the message that is next, or None."""
+        for priority in sorted(self._lines, reverse=True) if len(self._lines) > 1 else tuple(self._lines):
+            entry = self.first_of(priority)
+            if entry is not None:
+                return entry
+            del self._lines[priority]
+        return None
+
+    def first_of(self, priority: int) -> QueuedMessage | None:
+        """Return the message of a priority that is next, or None. Drop what has left before it."""
+        line = self._lines.get(priority)
+        while line:
+            entry = line[0][2]
             if entry.waits_at is self:
                 return entry
-            heappop(self.waiting)
-            self.gone -= 1
+            heappop(line)
+            self._gone -= 1
         return None
 
     def take(self) -> QueuedMessage:
         """Take out the message that :meth:`first` has returned."""
-        entry = heappop(self.waiting)[3]
+        line = self._lines[next(iter(self._lines)) if len(self._lines) == 1 else max(self._lines)]
+        entry = heappop(line)[2]
         entry.waits_at = None
+        self.waiting -= 1
         return entry
+
+    def __iter__(self) -> Iterator[QueuedMessage]:
+        for _, line in sorted(self._lines.items(), reverse=True):
+            yield from (entry for *_, entry in sorted(line) if entry.waits_at is self)
 
 
 class TaskLimiters:
@@ -167,7 +185,7 @@ class MemoryLimits:
                 task.paused,
                 task.concurrency,
                 in_flight if task.task == ALL_TASKS else task.own.limiter.used,
-                sum(len(queue.waiting) - queue.gone for queue in [*task.keys.values(), task.own]),
+                sum(queue.waiting for queue in [*task.keys.values(), task.own]),
             )
             for _, task in sorted(self.tasks.items())
             if task.is_set
@@ -177,9 +195,15 @@ class MemoryLimits:
         """Yield the messages that wait at limiters."""
         for task in self.tasks.values():
             for queue in (task.own, *task.keys.values()):
-                yield from (entry for *_, entry in sorted(queue.waiting, key=_PLACE) if entry.waits_at is queue)
+                yield from queue
 
     # ------------------------------------------------------------------------------------------------------- messages
+
+    def first_place(self, entry: QueuedMessage) -> float:
+        """Return the place of the first message that waits at the limiter of the entry's task, or infinity."""
+        task = self.tasks.get(entry.task or "")
+        first = None if task is None else task.own.first_of(entry.priority)
+        return math.inf if first is None else first.order
 
     def enter(self, task: TaskLimiters, entry: QueuedMessage, now: float) -> None:
         """Let a message that is due get its permits: it becomes ready, or waits at a limiter."""
@@ -292,9 +316,7 @@ class MemoryLimits:
         task = queue.task
         most, rate = task.bounds(queue)
         while (entry := queue.first()) is not None:
-            if queue is task.own and task.lacks_key(
-                entry
-            ):  # it may not hold the one permit while it waits for the other
+            if queue is task.own and task.lacks_key(entry):  # it may not hold one permit while it waits for the other
                 self.waiting -= 1
                 self.enter(task, queue.take(), now)
                 continue

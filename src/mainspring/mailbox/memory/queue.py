@@ -455,7 +455,8 @@ class MemoryQueue:
     def _share(self, queue: PriorityQueue, entry: QueuedMessage) -> float:
         """Return the place of an entry with a key: behind the last one of its key, and not before the first in line."""
         first = queue.first()
-        now_at = self._serial if first is None else first.order
+        now_at = min(math.inf if first is None else first.order, self.limits.first_place(entry))
+        now_at = self._serial if now_at == math.inf else now_at
         share = (entry.priority, entry.task, entry.key or "")
         last = self._shares.get(share)
         if last is None and len(self._shares) >= self._share_sweep_at:

@@ -230,6 +230,24 @@ async def keys_take_turns(h: Harness, box: AnyMailbox) -> None:
 
 
 @on_mailbox("limits")
+async def keys_take_turns_at_the_limiter_of_their_task(h: Harness, box: AnyMailbox) -> None:
+    """Also where the messages of a key wait for a permit of the task, a new key is among the next."""
+    await _limit(box, concurrency=1)
+    await _send(box, *(f"a{n}" for n in range(50)), key="a")
+    (message,) = await _claim(box)
+    await _send(box, "b0", "b1", key="b")
+    seen = []
+    for _ in range(6):
+        await message.acknowledge()
+        (message,) = await _claim(box)
+        seen.append(message.body)
+    check("b0" in seen[:2], f"the first of b is not among the next two: {seen}")
+    check("b1" in seen[:4], f"the second of b is not among the next four: {seen}")
+    of_a = [body for body in seen if body[0] == "a"]
+    equal(of_a, [f"a{n}" for n in range(1, len(of_a) + 1)], "the order of a")
+
+
+@on_mailbox("limits")
 async def weights_divide_the_turns(h: Harness, box: AnyMailbox) -> None:
     """A key of weight 3 has three messages claimed for one of a key of weight 1."""
     await _send(box, *(f"a{n}" for n in range(60)), key="a", weight=3.0)
