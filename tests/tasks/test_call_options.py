@@ -81,6 +81,24 @@ def test_headers_that_say_nothing_sensible_leave_the_tasks_own(timeout, retry):
     assert retry_of({RETRY: retry}, STEADY) is STEADY
 
 
+def test_a_header_that_no_parser_can_read_takes_no_worker_down():
+    async def main():
+        tasks = Tasks(InMemoryMailbox(), retry=STEADY, dead_letter=DeadLetterPolicy(max_attempts=2))
+
+        @tasks.task
+        async def work() -> None:
+            raise LookupError
+
+        group = group_of(tasks)
+        async with group:
+            await work.options(headers={RETRY: "[" * 100_000}).send()
+            await until_done(tasks.mailbox, 60)
+            assert (await tasks.mailbox.counts()).dead == 1
+        assert group.report.exit_status == 0
+
+    run_virtual(main)
+
+
 def test_headers_say_what_was_given():
     headers = option_headers(0.123456789, RetryPolicy(0.5, 10.25, 1.5, "full"))
     assert timeout_of(headers, None) == 0.123456789

@@ -43,6 +43,8 @@ from mainspring.mailbox.message import Counts
 from mainspring.mailbox.records import RecordWrite
 from mainspring.testing import run_virtual
 from stores import KINDS, on
+from support import FaultyMailbox, fail
+from support import work as as_usual
 from wrapped_backend import WrappedBackend, wrap
 
 pytestmark = pytest.mark.anyio
@@ -568,6 +570,28 @@ def test_a_chain_is_cancelled_as_a_whole():
         assert sorted(cancelled) == [0, 1]
         assert ran == []
         assert await tasks.mailbox.counts() == Counts(settled=4)
+
+    run_virtual(main)
+
+
+def test_a_chain_that_cannot_be_cancelled_in_full_is_cancelled_by_another_call():
+    """Its parts are forgotten together, and all of them meet the same error: it is raised once."""
+
+    async def main():
+        mailbox = FaultyMailbox()
+        tasks = Tasks(mailbox)
+
+        @tasks.task
+        async def work(number: int) -> None: ...
+
+        async with tasks:
+            job = await work.map(range(9)).send()
+            mailbox.next("write_record", as_usual, *[fail(MailboxConnectionError("no answer"))] * 3)
+            with pytest.raises(MailboxConnectionError, match="no answer"):
+                await job.cancel()
+            await job.cancel()
+            assert (await job.status()).state is JobState.CANCELLED
+            assert await mailbox.counts() == Counts(settled=9)
 
     run_virtual(main)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 from datetime import UTC, datetime
@@ -16,6 +17,7 @@ from mainspring.errors import ConfigError, MailboxClosedError
 from mainspring.mailbox.backend import Capabilities
 from mainspring.mailbox.records import WORKER, RecordWrite
 from mainspring.mailbox.workers import PAGE, WorkerStatus
+from mainspring.testing import run_virtual
 from stores import KINDS, on
 from support import FaultyMailbox, background, fail, hang, settled, slow
 from support import work as as_usual
@@ -131,6 +133,33 @@ async def test_a_write_that_fails_is_no_trouble_of_the_loop(virtual_clock, caplo
         await anyio.sleep(100)
         assert await states(mailbox) == [("running", 0, 1)]
     assert not caplog.records
+
+
+@pytest.mark.parametrize("in_write", [False, True])
+def test_a_cancellation_that_no_scope_asked_for_takes_no_loop_out_of_the_list(in_write):
+    """The write that it cut off is made 20 seconds later."""
+
+    async def cut_off(write) -> None:
+        broken = asyncio.get_running_loop().create_future()
+        broken.cancel()
+        await broken
+
+    async def main():
+        mailbox = FaultyMailbox()
+        async with background(MainLoop(mailbox, quick)):
+            await anyio.sleep(10)
+            if in_write:
+                mailbox.next("write_record", cut_off)
+            else:
+                (task,) = [each for each in asyncio.all_tasks() if each.get_name().endswith(" presence")]
+                task.cancel()
+            await anyio.sleep(200)
+            assert await states(mailbox) == [("running", 0, 1)]
+            await mailbox.send(1)
+            await settled(mailbox)
+        assert await mailbox.workers() == []
+
+    run_virtual(main, backend="asyncio")
 
 
 async def test_a_short_run_tells_nothing_at_its_end_that_was_not_told_before(virtual_clock):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from datetime import timedelta
 
 import anyio
@@ -90,6 +91,38 @@ def test_a_store_that_fails_is_tried_again(caplog):
     assert [record.getMessage() for record in caplog.records if "could not be purged" in record.getMessage()] == [
         "handle: old dead letters could not be purged: MailboxConnectionError: no answer"
     ]
+
+
+@pytest.mark.parametrize("when", ["between two sweeps", "in a sweep"])
+def test_a_cancellation_that_no_scope_asked_for_ends_neither_the_sweeps_nor_the_loop(when):
+    async def main():
+        mailbox = InMemoryMailbox()
+        group = group_of(mailbox, "1h")
+        async with group:
+            await mailbox.send("old")
+            await anyio.sleep(100)
+            if when == "in a sweep":
+                broken = [asyncio.get_running_loop().create_future()]
+                broken[0].cancel()
+                dead_letters = mailbox.backend.dead_letters
+
+                async def cut_off(limit, after):
+                    if broken:
+                        await broken.pop()
+                    return await dead_letters(limit, after)
+
+                mailbox.backend.dead_letters = cut_off
+            else:
+                (task,) = [each for each in asyncio.all_tasks() if each.get_name().endswith(" retention")]
+                task.cancel()
+            await anyio.sleep(3 * HOUR)
+            assert (await mailbox.counts()).dead == 0
+            await mailbox.send("new")
+            await anyio.sleep(1)
+            assert (await mailbox.counts()).dead == 1
+        assert group.report.exit_status == 0
+
+    run_virtual(main, backend="asyncio")
 
 
 @pytest.mark.anyio

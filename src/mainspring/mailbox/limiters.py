@@ -1,4 +1,4 @@
-"""TaskLimits on what may run at once in the whole fleet, and the decisions of the limiters that keep them.
+"""Limits on what may run at once in the whole fleet, and the decisions of the limiters that keep them.
 
 A message that names a task (:attr:`Envelope.task`) has up to two limiters: that of its key within the task, where the task
 limits what one key may do, and that of the task. It needs a permit of each, in this order, before it is *ready*: only a ready

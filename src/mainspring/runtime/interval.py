@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from mainspring.core.clock import loop_clock
+from mainspring.runtime.cancellation import is_spurious_cancellation
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
@@ -51,6 +52,16 @@ class Periodic:
             self.due = math.inf  # so that a wake_by during the step counts
             asked = await self._step(max(0.0, late))
             self.due = min(self.due, asked)
+
+    async def run_on(self, pause: float) -> None:
+        """Run until a cancel scope ends it. After a spurious cancellation the next call is due within ``pause`` seconds."""
+        while True:
+            try:
+                await self.run()
+            except anyio.get_cancelled_exc_class():
+                if not await is_spurious_cancellation():
+                    raise
+            self.wake_by(self._now() + pause)
 
     async def _until_due(self) -> None:
         now = self._now()

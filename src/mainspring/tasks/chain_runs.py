@@ -26,6 +26,7 @@ from mainspring.mailbox.jobs import LOOK_EVERY, EndListener, JobState, patiently
 from mainspring.mailbox.limits import check_seconds
 from mainspring.mailbox.message import Envelope
 from mainspring.mailbox.records import CHAIN, CHAIN_PART, RecordWrite, check_size
+from mainspring.runtime.scope import first_error
 from mainspring.tasks.calls import OutgoingCall
 from mainspring.tasks.chain_state import (
     CALLS,
@@ -271,9 +272,12 @@ async def _forget(backend: Backend, state: ChainState, stage: int) -> None:
     keys = [(CALLS, page_key(state.chain_id, stage, page)) for page in range((parts - 1) // size + 1)]
     keys += [(PART, part_key(state.chain_id, stage, part)) for part in range(parts)] if is_many else []
     for first in range(0, len(keys), DELETED_AT_ONCE):
-        async with anyio.create_task_group() as deletions:  # a store makes them in one step
-            for kind, key in keys[first : first + DELETED_AT_ONCE]:
-                deletions.start_soon(backend.write_record, RecordWrite(kind, key, None))
+        try:
+            async with anyio.create_task_group() as deletions:  # a store makes them in one step
+                for kind, key in keys[first : first + DELETED_AT_ONCE]:
+                    deletions.start_soon(backend.write_record, RecordWrite(kind, key, None))
+        except BaseExceptionGroup as errors:
+            raise first_error(errors) from None
 
 
 async def _state_of(backend: Backend, chain_id: str) -> ChainState | None:

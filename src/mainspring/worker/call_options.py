@@ -42,5 +42,5 @@ def retry_of(headers: Mapping[str, str], usual: RetryPolicy) -> RetryPolicy:
         return usual
     try:
         return RetryPolicy(*json.loads(headers[RETRY]))
-    except (ValueError, TypeError, ConfigError):
+    except (ValueError, TypeError, RecursionError, ConfigError):
         return usual

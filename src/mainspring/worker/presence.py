@@ -17,7 +17,6 @@ from mainspring.core.clock import loop_clock
 from mainspring.errors import MainspringError
 from mainspring.mailbox.records import WORKER, RecordWrite
 from mainspring.mailbox.workers import GONE_AFTER, TELL_EVERY, WorkerState, WorkerStatus, worker_name
-from mainspring.runtime.cancellation import is_spurious_cancellation
 from mainspring.runtime.interval import Periodic
 from mainspring.worker.delivery import Phase
 
@@ -60,12 +59,7 @@ class Presence:
         """Keep the record until cancelled, and delete it."""
         self._timer.wake_by(self._clock())
         try:
-            while True:
-                try:
-                    await self._timer.run()
-                except anyio.get_cancelled_exc_class():
-                    if not await is_spurious_cancellation():
-                        raise
+            await self._timer.run_on(TELL_EVERY)
         finally:
             if self._is_told:
                 with anyio.move_on_after(FORGET_WITHIN, shield=True):

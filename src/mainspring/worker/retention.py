@@ -37,7 +37,7 @@ class Retention:
     async def run(self) -> None:
         """Sweep now and then, until cancelled."""
         first = anyio.current_time() + random.rng().uniform(0, min(FIRST_WITHIN, self._every))
-        await Periodic(self._step, first=first).run()
+        await Periodic(self._step, first=first).run_on(self._every)
 
     async def _step(self, overslept: float) -> float:
         try:
