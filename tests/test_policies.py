@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from datetime import timedelta
 from random import Random
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mainspring.errors import ConfigError
-from mainspring.policies import DeadLetterPolicy, LeasePolicy, RestartPolicy, RetryPolicy, backoff
+from mainspring.policies import DeadLetterPolicy, LeasePolicy, Rate, RestartPolicy, RetryPolicy, backoff
 
 seconds = st.floats(0, 1e6, allow_nan=False)
 attempts = st.integers(1, 100_000)
@@ -226,3 +227,31 @@ def test_max_retries_must_be_a_count(value):
 def test_the_reset_interval_must_be_seconds(value):
     with pytest.raises(ConfigError, match="reset_interval"):
         RestartPolicy(reset_interval=value)
+
+
+@pytest.mark.parametrize(
+    ("rate", "burst"),
+    [("1/d", 1), ("100/m", 1), ("199/s", 1), ("200/s", 2), ("1000/s", 10), ("1000000/s", 10_000), ("5/0.001s", 5)],
+)
+def test_a_rate_of_which_nothing_is_said_has_a_burst_of_ten_milliseconds(rate: str, burst: int) -> None:
+    assert Rate.of(rate).burst == burst
+
+
+def test_a_rate_is_as_its_text_says() -> None:
+    assert Rate.of("100/m") == Rate(100, 60) == Rate(100, timedelta(minutes=1), burst=1)
+    assert Rate.of("5/10s").interval == 2.0
+
+
+@pytest.mark.parametrize("wrong", ["0/s", "5", "5/", "/s", "1/0s", "-1/s", "1.5/s", "nan/s", "1/x", "", None, 5, True])
+def test_what_is_no_rate_is_refused(wrong: object) -> None:
+    with pytest.raises(ConfigError, match=r"^(a rate is a text|Rate: )"):
+        Rate.of(wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"limit": 0}, {"limit": True}, {"limit": 1, "per": 0}, {"limit": 1, "burst": 2}, {"limit": 5, "burst": -1}],
+)
+def test_numbers_that_are_no_rate_are_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=r"^Rate: "):
+        Rate(**wrong)

@@ -207,19 +207,24 @@ class RestartPolicy:
         return restarts + 1, delay
 
 
+BURST_SECONDS = 0.01
+"""Seconds of a rate that may begin at once, where nothing is said."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rate:
     """How many messages may begin in a time: ``limit`` in ``per`` seconds, evenly spread, up to ``burst`` at once.
 
-    In no time do more than ``burst`` plus what the rate allows begin. With the default burst of 1, ``Rate(100, 60)`` begins one
-    each 0.6 s. ``Rate.of("100/m")`` is the same.
+    In no time do more than ``burst`` plus what the rate allows begin. ``Rate(100, 60)`` begins one each 0.6 s, and
+    ``Rate.of("100/m")`` is the same. The default burst (0) is what the rate allows in 10 ms, but at least 1: the
+    attribute then holds that number. So several messages of a high rate are claimed at once.
 
     :raises ConfigError: a number is not above 0, or the burst is above the limit.
     """
 
     limit: int
     per: Seconds = 1.0
-    burst: int = 1
+    burst: int = 0
 
     def __post_init__(self) -> None:
         per = duration(self.per)
@@ -229,11 +234,13 @@ class Rate:
             )
         if per is None or not 0 < per <= MAX_DELAY:
             raise ConfigError(f"Rate: per must be above 0 seconds (at most 366 days), not {self.per!r}")
-        if not is_whole(self.burst, 1) or self.burst > self.limit:
+        if not is_whole(self.burst, 0) or self.burst > self.limit:
             raise ConfigError(
-                f"Rate: burst must be a whole number from 1 to the limit ({self.limit}), not {self.burst!r}"
+                f"Rate: burst must be a whole number from 1 to the limit ({self.limit}), or 0 for 10 ms of the rate, not"
+                f" {self.burst!r}"
             )
         object.__setattr__(self, "per", per)
+        object.__setattr__(self, "burst", self.burst or min(self.limit, max(1, int(BURST_SECONDS * self.limit / per))))
 
     @property
     def interval(self) -> float:
