@@ -188,6 +188,21 @@ async def test_a_file_without_limits_reads_no_page_of_theirs(connections, mailbo
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize(("task", "bodies", "looks"), [("t", "abc", 1), ("t", "a", 0), ("u", "abc", 0)])
+async def test_a_send_looks_who_waits_for_a_permit_of_its_task_only_if_some_do(
+    connections, mailbox, task, bodies, looks
+):
+    await limit(mailbox, concurrency=1)
+    await send(mailbox, *bodies, key="a")
+    statements = []
+    (connection,) = connections
+    connection.exec_trace = lambda cursor, statement, values: statements.append(statement) or True
+    await send(mailbox, "d", "e", task=task, key="b")
+    assert statements.count(sql.FIRST_WAITING_PLACE) == looks
+    assert any("limiters" in each for each in statements) == (task == "t")
+
+
+@pytest.mark.anyio
 async def test_a_message_without_a_task_is_written_by_the_statements_of_before(connections, mailbox):
     """One for the message and one for its place; its columns are those that it always had."""
     statements = []

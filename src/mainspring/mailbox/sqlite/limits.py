@@ -129,6 +129,7 @@ class WorkLimits:
         self._states = dict(states)
         self._limiters: dict[tuple[int, str, str], StoredLimiter] = {}
         self._touched: dict[tuple[int, str, str], StoredLimiter] = {}
+        self._first_places: dict[tuple[int, str, int], float] = {}
         self._left = AT_ONCE
         self._is_opened = False
         self._changed: set[int] = set()
@@ -164,6 +165,17 @@ class WorkLimits:
         return KEY if blocks is Blocks.DEAD or blocks is least else 0
 
     # ------------------------------------------------------------------------------------------------------ messages
+
+    def first_place(self, mailbox: int, rank: int, call: Limitable) -> float:
+        """Return the place of the first message of a rank that waits at the limiter of the task, or infinity."""
+        if self.of_task(mailbox, call) is None or not self._limiter(mailbox, call.task).waiting:
+            return math.inf
+        place = (mailbox, call.task, rank)
+        found = self._first_places.get(place)
+        if found is None:
+            rows = self._work.rows(sql.FIRST_WAITING_PLACE, place)
+            found = self._first_places[place] = rows[0][0] if rows else math.inf
+        return found
 
     def enter(self, entrants: list[Entrant]) -> int:
         """Let messages that are due get their permits: they become ready, or wait at a limiter. Return how many are ready.

@@ -468,6 +468,8 @@ FIRST_OPENING = "SELECT min(opens_at) FROM limiters WHERE opens_at IS NOT NULL"
 
 ADD_WAITING = "INSERT INTO waiting VALUES (?, ?, ?, ?, ?, ?, ?)"
 FIRST_WAITING = f"SELECT rank, pos, seq, permits FROM waiting WHERE {_LIMITER} ORDER BY rank, pos, seq LIMIT ?"
+FIRST_WAITING_PLACE = """SELECT pos FROM waiting WHERE mailbox = ? AND task = ? AND name = '' AND rank = ?
+    ORDER BY pos LIMIT 1"""
 FIRST_WAITING_OF = """SELECT w.name, w.rank, w.pos, w.seq, w.permits FROM json_each(?) CROSS JOIN waiting AS w
     ON w.mailbox = ? AND w.task = ? AND w.name = json_each.value AND (w.rank, w.pos, w.seq) = (
         SELECT f.rank, f.pos, f.seq FROM waiting AS f

@@ -167,7 +167,11 @@ class UnitOfWork:
         first = self._places.get((mailbox, rank))
         if first is None:
             rows = self.rows(sql.FIRST_PLACE, (mailbox, rank))
-            first = self._places[mailbox, rank] = rows[0][0] if rows else self.tick
+            first = self._places[mailbox, rank] = rows[0][0] if rows else math.inf
+        if self.limits is not None:
+            first = min(first, self.limits.first_place(mailbox, rank, call))
+        if first == math.inf:
+            first = self._places[mailbox, rank] = self.tick
         share = (mailbox, key, call.task, rank)
         if share not in self._shares:
             self._shares[share] = self.value(sql.LAST_OF_KEY, share)
