@@ -123,6 +123,12 @@ def test_the_longest_delay_must_not_be_shorter_than_the_first():
         RetryPolicy(initial_delay=10, max_delay=9)
 
 
+def test_no_message_waits_for_longer_than_a_store_can_say():
+    assert RetryPolicy(max_delay=366 * 86_400).max_delay == 31_622_400
+    with pytest.raises(ConfigError, match=r"RetryPolicy: max_delay must be at most 31622400 seconds, not 31622401"):
+        RetryPolicy(max_delay=366 * 86_400 + 1)
+
+
 @pytest.mark.parametrize("value", ["some", None, 3, []])
 def test_jitter_is_full_equal_or_none(value):
     with pytest.raises(ConfigError, match="jitter must be one of full, equal, none"):

@@ -50,10 +50,11 @@ def _check_backoff(name: str, initial: float, maximum: float, factor: float, jit
 class RetryPolicy:
     """How long a failed message waits before it is tried again. Delays are in seconds.
 
-    The first wait is ``initial_delay``; each further one is ``factor`` times as long, up to ``max_delay``. Of that, ``jitter``
-    makes all random (``"full"``), the second half (``"equal"``) or nothing (``"none"``). The defaults (1 s, times 2.5, to
-    3 hours) suit calls to other services: quick for a blip, gentle for an outage. How often a message is tried at all is
-    :class:`DeadLetterPolicy`'s to say; with its default of 20 attempts, they are spread over 14 to 28 hours.
+    The first wait is ``initial_delay``; each further one is ``factor`` times as long, up to ``max_delay``, which is 366 days
+    at most. Of that, ``jitter`` makes all random (``"full"``), the second half (``"equal"``) or nothing (``"none"``). The
+    defaults (1 s, times 2.5, to 3 hours) suit calls to other services: quick for a blip, gentle for an outage. How often a
+    message is tried at all is :class:`DeadLetterPolicy`'s to say; with its default of 20 attempts, they are spread over 14 to
+    28 hours.
     """
 
     initial_delay: float = 1.0
@@ -63,6 +64,8 @@ class RetryPolicy:
 
     def __post_init__(self) -> None:
         _check_backoff("RetryPolicy", self.initial_delay, self.max_delay, self.factor, self.jitter)
+        if self.max_delay > MAX_DELAY:
+            raise ConfigError(f"RetryPolicy: max_delay must be at most {MAX_DELAY:.0f} seconds, not {self.max_delay!r}")
 
     def delay(self, attempt: int, rng: Random) -> float:
         """Return the seconds until the next try after charged attempt number ``attempt`` (from 1) has failed."""
