@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import pytest
 
-from mainspring import DeadLetterPolicy, LoopGroup, Tasks, open_mailbox, parallel
+from mainspring import DeadLetterPolicy, LoopGroup, Rate, Tasks, open_mailbox, parallel
 from mainspring.cli.app import call
 from mainspring.mailbox import job_list
 
@@ -234,6 +234,28 @@ def test_a_mailbox_and_a_task_are_paused_and_limited(url, ids, capsys):
     assert called(capsys, "resume", url, "--task", "bill")[0] == 0
     assert called(capsys, "concurrency", url, "declared", "--task", "bill")[0] == 0
     assert "bill" not in called(capsys, "stats", url)[1]
+
+
+def test_a_task_that_the_mailbox_has_no_trace_of_may_be_mistyped(url, ids, capsys):
+    hint = "mainspring: no job or limit of a task 'bil' is in emails now: check the name\n"
+    assert called(capsys, "resume", url, "--task", "bil") == (0, "task bil of emails: resumed\n", hint)
+    assert called(capsys, "concurrency", url, "3", "--task", "bil")[2] == hint
+    assert called(capsys, "concurrency", url, "declared", "--task", "bil")[2] == ""  # its limit is there
+    assert called(capsys, "pause", url, "--task", "bil")[2] == hint
+    assert called(capsys, "pause", url, "--task", "bill")[2] == ""
+    assert called(capsys, "pause", url)[2] == ""
+
+
+def test_stats_show_the_rates_of_tasks(url, capsys):
+    tasks = Tasks(url)
+
+    @tasks.task(rate=Rate(120, 60, burst=2), key="to", key_rate="5/s")
+    async def ask(to: str) -> None: ...
+
+    with tasks.sync:
+        ask.sync.send("ann")
+    shown = called(capsys, "stats", url)[1].splitlines()
+    assert shown[-1] == "task ask: rate 120 in 60 s (burst 2), rate per key 5 in 1 s; 1 running or next"
 
 
 @pytest.mark.parametrize(

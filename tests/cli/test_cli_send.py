@@ -176,6 +176,7 @@ def test_nothing_to_send_is_said(tmp_path: Path) -> None:
         ([URL, "1", "--priority", "99999"], "", "priority must be a whole number within"),
         ([URL, "1", "--expires-in", "0"], "", "expires_in must be above 0"),
         (["memory://jobs", "1"], "", "a memory:// mailbox lives and ends with one process"),
+        (["app:tasks", "1"], "", "'app:tasks' is no URL of a mailbox; write it as sqlite:///"),
         (["carrier-pigeon://jobs", "1"], "", "no mailbox backend has the scheme"),
         (["sqlite:///jobs.db?frob=1", "1"], "", "frob"),
         ([], "", "Missing argument 'URL'"),

@@ -9,7 +9,7 @@ import anyio
 import pytest
 from group_support import Foreign, box, one_loop_group, running
 
-from mainspring import ConfigError, LoopGroup, MainLoop, ShutdownReport
+from mainspring import ConfigError, LoopGroup, MainLoop, ShutdownReport, Tasks
 from mainspring.events import CalibrationWarning, MessageFinished
 from mainspring.runtime.shutdown_report import Ending, PartReport
 
@@ -64,6 +64,8 @@ def test_loops_are_needed_each_once_and_in_a_list():
         ([], "it needs at least one loop"),
         ([loop, loop], "stands in it twice"),
         ([quick], "is no loop; it needs run"),
+        ([Tasks("memory://jobs")], r"is no loop; write LoopGroup\(\[tasks.loop\(\)\]\)$"),
+        (Tasks("memory://jobs"), r"is a list of loops, .*; write LoopGroup\(\[tasks.loop\(\)\]\)$"),
         (loop, "its first argument is a list of loops"),
         (None, "its first argument is a list of loops"),
     ):

@@ -296,8 +296,12 @@ async def test_threads_of_an_event_loop_send_too() -> None:
     with tasks.testing() as sent:
         await anyio.to_thread.run_sync(email.sync.send, "ann")
         assert await sent.run() == [Receipt(to="ann")]
-        with pytest.raises(ConfigError, match="would block the event loop"):
+        with pytest.raises(
+            ConfigError, match=r"sync\.send\(\) would block the event loop .* the async send\(\) instead"
+        ):
             email.sync.send("ben")
+        with pytest.raises(ConfigError, match=r"the async send_many\(\) instead"):
+            email.sync.send_many([("ben",)])
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])

@@ -588,6 +588,20 @@ def test_a_type_that_json_cannot_hold_is_refused_at_the_first_send_and_by_the_wo
         anyio.run(work)
 
 
+async def test_a_body_that_is_no_call_is_refused_by_the_mailbox_of_tasks():
+    tasks = Tasks("memory://no-calls")
+
+    @tasks.task
+    async def add(number: int) -> None: ...
+
+    async with tasks:
+        job = await add.send(1)
+        with pytest.raises(SerializationError, match=r"takes calls, not a dict: send by task.send"):
+            await tasks.mailbox.send({"number": 2})
+        with pytest.raises(SerializationError, match=r"not a dict: .* change by job.edit"):
+            await tasks.mailbox.replace_body(job.id, {"number": 2})
+
+
 async def test_a_task_is_not_registered_while_a_loop_runs():
     tasks = Tasks("memory://late")
 

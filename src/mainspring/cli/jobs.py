@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from mainspring.cli.limits import limit_line
-from mainspring.cli.store import mailbox_alone, mailbox_and_ids, printable, tasks_and_ids, with_mailbox
+from mainspring.cli.store import know_tasks, mailbox_alone, mailbox_and_ids, printable, tasks_and_ids, with_mailbox
 from mainspring.cli.user_errors import FAILED, UserError, say
 from mainspring.errors import JobNotFoundError, JobRunningError
 from mainspring.mailbox import jobs
@@ -164,11 +164,3 @@ def status_json(status: JobStatus) -> dict[str, Any]:
     """Return what is known of a job, for JSON."""
     said = asdict(status)
     return {name: value.isoformat() if isinstance(value, datetime) else value for name, value in said.items()}
-
-
-def know_tasks(mailbox: Mailbox[Any, Any]) -> None:
-    """Let the names of tasks be read from bodies, where the mailbox is bound to nothing else."""
-    if not mailbox.is_bound:
-        from mainspring.tasks.calls import CallCodec
-
-        mailbox.bind(body=CallCodec({}))

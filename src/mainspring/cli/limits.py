@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from mainspring.cli.store import mailbox_and_ids, printable, with_mailbox
-from mainspring.cli.user_errors import UserError
+from mainspring.cli.store import know_tasks, mailbox_and_ids, printable, with_mailbox
+from mainspring.cli.user_errors import UserError, say
 from mainspring.mailbox.limiters import ALL_TASKS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from mainspring.mailbox.limiters import LimitState
+    from mainspring.mailbox.mailbox import Mailbox
+    from mainspring.policies import Rate
 
 DECLARED = "declared"
 """The concurrency that means what the code says."""
@@ -26,7 +28,7 @@ def set_paused(words: Sequence[str], task: str | None, paused: bool, as_json: bo
     mailbox, rest = mailbox_and_ids(words)
     if rest:
         raise UserError(f"{verb}: takes a mailbox alone, not {' '.join(rest)!r:.100}; name a task with --task")
-    with_mailbox(mailbox, lambda opened: opened.pause(task) if paused else opened.resume(task))
+    _change(mailbox, task, lambda opened: opened.pause(task) if paused else opened.resume(task))
     _tell(mailbox.name, task, "paused" if paused else "resumed", as_json)
     return 0
 
@@ -41,9 +43,28 @@ def set_concurrency(words: Sequence[str], task: str | None, as_json: bool) -> in
             " pause` lets none begin"
         )
     most = None if number == DECLARED else int(number)
-    with_mailbox(mailbox, lambda opened: opened.set_concurrency(most, task))
+    _change(mailbox, task, lambda opened: opened.set_concurrency(most, task))
     _tell(mailbox.name, task, f"concurrency {number}", as_json)
     return 0
+
+
+def _change(mailbox: Mailbox[Any, Any], task: str | None, act: Callable[[Mailbox[Any, Any]], Awaitable[None]]) -> None:
+    """Change a limit. A line on standard error tells of a task that the mailbox has no trace of: it may be mistyped."""
+
+    async def change(opened: Mailbox[Any, Any]) -> bool:
+        known = not task or await _is_known(opened, task)
+        await act(opened)
+        return known
+
+    know_tasks(mailbox)
+    if not with_mailbox(mailbox, change):
+        say(f"no job or limit of a task {task!r:.100} is in {mailbox.name} now: check the name")
+
+
+async def _is_known(mailbox: Mailbox[Any, Any], task: str) -> bool:
+    if not mailbox.capabilities.limits or any(state.task == task for state in await mailbox.limits()):
+        return True
+    return not mailbox.capabilities.listing or bool([job async for job in mailbox.jobs(task=task, limit=1)])
 
 
 def _tell(mailbox: str, task: str | None, what: str, as_json: bool) -> None:
@@ -51,15 +72,26 @@ def _tell(mailbox: str, task: str | None, what: str, as_json: bool) -> None:
     typer.echo(json.dumps({"mailbox": mailbox, "task": task, "done": what}) if as_json else printable(f"{of}: {what}"))
 
 
+def _rate_text(rate: Rate | None) -> str | None:
+    if rate is None:
+        return None
+    return f"{rate.limit:,} in {rate.per:g} s{f' (burst {rate.burst})' if rate.burst > 1 else ''}"
+
+
 def limit_line(state: LimitState) -> str:
     """Return a line that says what is limited of a task."""
     limits = state.limits
-    declared = {"rate": limits.rate, "per key": limits.key_concurrency, "rate per key": limits.key_rate}
+    declared = {
+        "rate": _rate_text(limits.rate),
+        "per key": limits.key_concurrency,
+        "rate per key": _rate_text(limits.key_rate),
+    }
     concurrency = None if state.most is None else f"{state.most}{'' if state.concurrency is None else ' (changed)'}"
     said = [f"{name} {value}" for name, value in {"concurrency": concurrency, **declared}.items() if value is not None]
     if state.paused:
         said.insert(0, "paused")
-    of = "all tasks" if state.task == ALL_TASKS else f"task {state.task}"
-    now = {"running": state.running, "waiting for it": state.waiting}
+    whole = state.task == ALL_TASKS
+    of = "all tasks" if whole else f"task {state.task}"
+    now = {"running" if whole else "running or next": state.running, "waiting for it": state.waiting}
     counts = [f"{count:,} {what}" for what, count in now.items() if count]
     return "; ".join([f"{of}: {', '.join(said)}", *counts])

@@ -201,6 +201,8 @@ def _open(url: str) -> Mailbox[Any, Any]:
             "a memory:// mailbox lives and ends with one process: no worker would receive it; send to one that processes"
             " share, as in sqlite:///jobs.db?name=jobs"
         )
+    if "://" not in url:
+        raise UserError(f"send: {url!r:.100} is no URL of a mailbox; write it as sqlite:///jobs.db?name=jobs")
     return open_mailbox(url)
 
 

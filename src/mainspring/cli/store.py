@@ -40,7 +40,10 @@ def mailbox_and_ids(words: Sequence[str]) -> tuple[Mailbox[Any, Any], list[str]]
     given = list(words)
     target = given.pop(0) if given and ":" in given[0] else os.environ.get(ENVIRONMENT, "")
     if not target:
-        raise UserError(f"name a mailbox: its URL, as sqlite:///jobs.db?name=jobs, or set {ENVIRONMENT}")
+        raise UserError(
+            "name a mailbox: its URL, as sqlite:///jobs.db?name=jobs, or MODULE:ATTR of a Tasks, as app:tasks; or set"
+            f" {ENVIRONMENT}"
+        )
     return _mailbox_of(target), given
 
 
@@ -75,6 +78,14 @@ def _mailbox_of(target: str) -> Mailbox[Any, Any]:
             f"{target} is an object of type {type(found).__name__}; name a Tasks, a Mailbox, or a mailbox URL"
         )
     return open_shared(mailbox.address) if mailbox.address.startswith("memory:") else mailbox
+
+
+def know_tasks(mailbox: Mailbox[Any, Any]) -> None:
+    """Let the names of tasks be read from bodies, where the mailbox is bound to nothing else."""
+    if not mailbox.is_bound:
+        from mainspring.tasks.calls import CallCodec
+
+        mailbox.bind(body=CallCodec({}))
 
 
 def with_mailbox(mailbox: Mailbox[Any, Any], act: Callable[[Mailbox[Any, Any]], Awaitable[Any]]) -> Any:

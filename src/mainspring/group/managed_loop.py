@@ -28,17 +28,23 @@ if TYPE_CHECKING:
     from mainspring.policies import RestartPolicy
 
 
+def _loop_of(given: Any) -> str:
+    """Return what to write instead of something that makes loops, as a ``Tasks`` does."""
+    return "; write LoopGroup([tasks.loop()])" if callable(getattr(given, "loop", None)) else ""
+
+
 def actors_of(loops: Iterable[AnyRunnable]) -> list[LoopActor]:
     """Return the actors of the loops. A loop that is an actor already stays as it is."""
     if isinstance(loops, Runnable) or not isinstance(loops, Iterable):
-        raise ConfigError(f"LoopGroup: its first argument is a list of loops, not {loops!r}")
+        raise ConfigError(f"LoopGroup: its first argument is a list of loops, not {loops!r}{_loop_of(loops)}")
     actors: list[LoopActor] = []
     names: set[str] = set()
     owned: set[int] = set()  # of `actors`, which keep them
     for loop in loops:
         if not isinstance(loop, Runnable):
             raise ConfigError(
-                f"LoopGroup: {loop!r} is no loop; it needs run(), shutdown(), running and heartbeat (see Runnable)"
+                f"LoopGroup: {loop!r} is no loop"
+                f"{_loop_of(loop) or '; it needs run(), shutdown(), running and heartbeat (see Runnable)'}"
             )
         actor = loop if isinstance(loop, LoopActor) else LoopActor(loop)
         if id(_own(actor)) in owned:

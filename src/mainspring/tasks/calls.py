@@ -306,17 +306,19 @@ class CallCodec(Codec):
         """Return JSON bytes of ``call``.
 
         :raises InvalidParameterError: an argument is missing or unknown.
-        :raises SerializationError: one is not of its type, or would not be read as what it is.
+        :raises SerializationError: one is not of its type, or would not be read as what it is. Or it is no call.
         """
+        _check_call(call)
         return call.task.encode(call.arguments)
 
     def unserialized(self, call: TaskCall) -> Unserialized:
         """Return ``call`` itself, for a store that keeps objects, after a check of its arguments."""
-        call.task.parameters.check(call.arguments)
+        self.check(call)
         return Unserialized(call, TaskCall)
 
     def check(self, call: TaskCall) -> None:
         """Raise what :meth:`encode` raises for arguments that do not fit."""
+        _check_call(call)
         call.task.parameters.check(call.arguments)
 
     def decode(self, raw: bytes | Unserialized) -> TaskCall:
@@ -403,3 +405,10 @@ def _parts(raw: bytes) -> tuple[str, bytes]:
     if isinstance(found, dict) and found.keys() == {"task", "args"} and isinstance(found["task"], str):
         return found["task"], to_json(found["args"], inf_nan_mode="constants")
     raise SerializationError('the stored body is no call of a task: {"task": NAME, "args": {…}} is')
+
+
+def _check_call(body: Any) -> None:
+    if not isinstance(body, TaskCall):
+        raise SerializationError(
+            f"a mailbox of tasks takes calls, not a {type_name(type(body))}: send by task.send(…), change by job.edit(…)"
+        )

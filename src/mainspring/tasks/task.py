@@ -483,7 +483,7 @@ class SyncTask(Generic[P, R]):
 
     def send(self, *args: P.args, **keywords: P.kwargs) -> Job[R]:
         """Send one call."""
-        return self._send([(args, keywords)])[0]
+        return self._send([(args, keywords)], "send")[0]
 
     def send_at(self, at: datetime, *args: P.args, **keywords: P.kwargs) -> Job[R]:
         """Send one call that may begin at ``at``."""
@@ -491,13 +491,18 @@ class SyncTask(Generic[P, R]):
 
     def send_many(self, calls: Iterable[tuple[Any, ...] | Mapping[str, Any]]) -> list[Job[R]]:
         """Send calls, all or none."""
-        return self._send(list(self._task.arguments_of(calls)))
+        return self._send(list(self._task.arguments_of(calls)), "send_many")
 
     def request(self, *args: Any, timeout: float = 30.0, **keywords: Any) -> R:
         """Send one call, and return what the function returns."""
         return self._call(self._task.request, *args, timeout=timeout, **keywords)
 
-    def _send(self, calls: list[Arguments]) -> list[Job[R]]:
+    def _send(self, calls: list[Arguments], name: str) -> list[Job[R]]:
+        if in_event_loop():
+            raise ConfigError(
+                f"task {self._task.name}: sync.{name}() would block the event loop of this thread; await the async {name}()"
+                " instead"
+            )
         connection = self._task.sending.connection
         if connection is None or self._task.tasks.recording is not None:
             return self._call(self._task.send_calls, calls)
