@@ -389,8 +389,8 @@ class Backend(ABC):
     async def change_limits(self, changes: list[LimitChange]) -> None:
         """Change limits in one step; they hold for the whole fleet from then on, also for messages that wait already.
 
-        TaskLimits that a change makes wider let messages become ready, and wake waiting claims. See
-        :mod:`mainspring.mailbox.limiters` for what they mean. TaskLimits that are as they were cost no write.
+        Limits that a change makes wider let messages become ready, and wake waiting claims. See
+        :mod:`mainspring.mailbox.limiters` for what they mean. Limits that are as they were cost no write.
 
         :raises ConfigError: the backend cannot (:attr:`Capabilities.limits`).
         """

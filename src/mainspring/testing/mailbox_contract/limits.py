@@ -1,4 +1,4 @@
-"""TaskLimits across the fleet: permits of a task and of a key, rates, order, fair shares, and pauses."""
+"""Limits across the fleet: permits of a task and of a key, rates, order, fair shares, and pauses."""
 
 from __future__ import annotations
 
@@ -258,7 +258,7 @@ async def weights_divide_the_turns(h: Harness, box: AnyMailbox) -> None:
 
 @on_mailbox("limits")
 async def messages_without_a_task_keep_their_order(h: Harness, box: AnyMailbox) -> None:
-    """TaskLimits of tasks change nothing for other messages: they come in the order of their sends."""
+    """Limits of tasks change nothing for other messages: they come in the order of their sends."""
     await _limit(box, concurrency=1)
     await _send(box, "t1", "t2")
     await box.send_many(list(range(5)))
@@ -447,7 +447,7 @@ async def priorities_hold_within_limits(h: Harness, box: AnyMailbox) -> None:
 
 @on_mailbox("limits", "durable")
 async def permits_outlive_the_mailbox_object(h: Harness, box: AnyMailbox) -> None:
-    """TaskLimits, permits and what waits are kept while no process has the mailbox open."""
+    """Limits, permits and what waits are kept while no process has the mailbox open."""
     async with h.open("kept") as before:
         await _limit(before, concurrency=1)
         await _send(before, "a", "b")
