@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from mainspring.errors import ConfigError
-from mainspring.validation import MAX_DELAY, UNITS, Seconds, duration, is_number, is_whole
+from mainspring.validation import MAX_DELAY, MAX_LIMIT, UNITS, Seconds, duration, is_number, is_whole, shown
 
 if TYPE_CHECKING:
     from random import Random
@@ -222,7 +223,7 @@ class Rate:
     ``Rate.of("100/m")`` is the same. The default burst (0) is what the rate allows in 10 ms, but at least 1: the
     attribute then holds that number. So several messages of a high rate are claimed at once.
 
-    :raises ConfigError: a number is not above 0, or the burst is above the limit.
+    :raises ConfigError: a number is not above 0, the limit is above a billion, or the burst is above the limit.
     """
 
     limit: int
@@ -231,19 +232,20 @@ class Rate:
 
     def __post_init__(self) -> None:
         per = duration(self.per)
-        if not is_whole(self.limit, 1):
+        if not is_whole(self.limit, 1) or self.limit > MAX_LIMIT:
             raise ConfigError(
-                f"Rate: limit must be a whole number from 1 on, not {self.limit!r}; pause the task instead"
+                f"Rate: limit must be a whole number from 1 to {MAX_LIMIT:,}, not {shown(self.limit):.100}; pause what"
+                " shall not run"
             )
         if per is None or not 0 < per <= MAX_DELAY:
-            raise ConfigError(f"Rate: per must be above 0 seconds (at most 366 days), not {self.per!r}")
+            raise ConfigError(f"Rate: per must be above 0 seconds (at most 366 days), not {shown(self.per):.100}")
         if not is_whole(self.burst, 0) or self.burst > self.limit:
             raise ConfigError(
                 f"Rate: burst must be a whole number from 1 to the limit ({self.limit}), or 0 for 10 ms of the rate, not"
-                f" {self.burst!r}"
+                f" {shown(self.burst):.100}"
             )
         object.__setattr__(self, "per", per)
-        object.__setattr__(self, "burst", self.burst or min(self.limit, max(1, int(BURST_SECONDS * self.limit / per))))
+        object.__setattr__(self, "burst", self.burst or max(1, int(min(self.limit, BURST_SECONDS * self.limit / per))))
 
     @property
     def interval(self) -> float:
@@ -261,6 +263,8 @@ class Rate:
         if isinstance(rate, str):
             limit, found, per = rate.partition("/")
             per = f"1{per}" if per in UNITS else per
-            if found and limit.strip().isascii() and limit.strip().isdigit() and duration(per):
+            if found and re.fullmatch("[0-9]{1,20}", limit.strip()) and duration(per):
                 return cls(int(limit), duration(per) or 0.0)
-        raise ConfigError(f'a rate is a text as "100/m", "5/s" or "1/10s", or Rate(limit, per, burst), not {rate!r}')
+        raise ConfigError(
+            f'a rate is a text as "100/m", "5/s" or "1/10s", or Rate(limit, per, burst), not {shown(rate):.100}'
+        )

@@ -8,6 +8,8 @@ from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 MAX_DELAY = 366 * 86_400.0
 """The longest delay of a message, in seconds."""
+MAX_LIMIT = 1_000_000_000
+"""The most of a concurrency and of a rate, as each store keeps it."""
 MAX_VISIBILITY = 43_200.0
 """The longest lease, in seconds: twelve hours."""
 

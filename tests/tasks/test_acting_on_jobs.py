@@ -225,15 +225,15 @@ async def test_a_whole_mailbox_has_a_concurrency(store):
 
 
 @pytest.mark.parametrize("call", ["pause", "resume"])
-@pytest.mark.parametrize("task", ["", 3, "\ud800"])
-async def test_a_task_is_named_by_a_text(call, task):
+@pytest.mark.parametrize("task", ["", 3, "\ud800", "a\0b", "two words", "a" * 201])
+async def test_a_task_is_named_by_what_can_be_its_name(call, task):
     box = InMemoryMailbox("jobs")
     with pytest.raises(InvalidParameterError, match=f"{call}: task"):
         await getattr(box, call)(task)
     assert await box.limits() == []
 
 
-@pytest.mark.parametrize("most", [0, -1, 2.5, True, "3"])
+@pytest.mark.parametrize("most", [0, -1, 2.5, True, "3", 1_000_000_001])
 async def test_a_concurrency_is_a_number_from_one(most):
     box = open_mailbox("memory://jobs")
     async with box:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from base64 import urlsafe_b64encode
 from datetime import UTC, datetime, timedelta
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any
@@ -416,6 +418,11 @@ async def test_an_error_of_a_purge_is_raised_as_it_is():
             await box.purge(state="pending")
 
 
+def _position(cursors, job_id=None):
+    """The text of a position that no list has handed out."""
+    return urlsafe_b64encode(json.dumps([cursors, job_id]).encode()).decode()
+
+
 @pytest.mark.parametrize(
     ("filters", "says"),
     [
@@ -433,6 +440,10 @@ async def test_an_error_of_a_purge_is_raised_as_it_is():
         ({"after": "behind that"}, "position of a job"),
         ({"after": "W10"}, "position of a job"),
         ({"after": 3}, "position of a job"),
+        ({"after": _position([["dead", "yesterday id"]])}, "position of a job"),
+        ({"after": _position([["result", "a\0b"]])}, "position of a job"),
+        ({"after": _position([["chain", None]], "\ud800")}, "position of a job"),
+        ({"after": "W" * 10_000}, "position of a job"),
     ],
 )
 async def test_bad_filters_are_refused_by_the_call(filters, says):

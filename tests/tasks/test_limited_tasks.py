@@ -445,11 +445,20 @@ def _refusal(match, **options):
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        _refusal("task work: rate: Rate: limit must be a whole number from 1 on, not 0; pause", rate="0/m"),
+        _refusal(
+            "task work: rate: Rate: limit must be a whole number from 1 to 1,000,000,000, not 0; pause", rate="0/m"
+        ),
         _refusal('task work: rate: a rate is a text as "100/m"', rate="many"),
         _refusal('task work: key_rate: a rate is a text as "100/m"', key_rate="5", key="key"),
-        _refusal("task work: concurrency must be a whole number from 1, or None, not 0; pause", concurrency=0),
-        _refusal("task work: key_concurrency must be a whole number from 1, or None, not -1", key_concurrency=-1),
+        _refusal(
+            "task work: concurrency must be a whole number from 1 to 1,000,000,000, or None, not 0", concurrency=0
+        ),
+        _refusal(
+            "task work: key_concurrency must be a whole number from 1 to 1,000,000,000, or None", key_concurrency=-1
+        ),
+        _refusal("task work: concurrency must be a whole number from 1 to", concurrency=1_000_000_001),
+        _refusal("task work: key_rate: a rate is a text", key_rate="1" * 30 + "/s", key="key"),
+        _refusal("task work: rate: Rate: limit must be a whole number from 1 to", rate="1000000001/s"),
         _refusal("task work: ordered needs key=, the name of a parameter or a function", ordered=True),
         _refusal("task work: key_rate needs key=", key_rate="5/s"),
         _refusal("task work: key_concurrency needs key=", key_concurrency=2),
@@ -469,7 +478,7 @@ def test_limits_that_cannot_be_are_refused_as_the_task_is_registered(options, ma
 
 
 def test_a_most_of_the_mailbox_is_a_whole_number():
-    with pytest.raises(ConfigError, match="Tasks: max_concurrency must be a whole number from 1, or None, not 0"):
+    with pytest.raises(ConfigError, match="Tasks: max_concurrency must be a whole number from 1 to 1,000,000,000"):
         Tasks(InMemoryMailbox(), max_concurrency=0)
 
 

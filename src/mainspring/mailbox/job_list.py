@@ -33,7 +33,7 @@ from mainspring.mailbox.jobs import (
     status_of_unfinished,
     with_progress,
 )
-from mainspring.mailbox.limits import check_seconds, check_text
+from mainspring.mailbox.limits import check_seconds, check_text, is_name
 from mainspring.mailbox.message import CancelOutcome, MessagePlace, MessageQuery
 from mainspring.mailbox.records import CHAIN, RESULT, RecordWrite
 from mainspring.validation import Seconds, as_seconds, is_whole
@@ -203,11 +203,12 @@ class _Position(NamedTuple):
             cursors, job_id = json.loads(urlsafe_b64decode(text + "=" * (-len(text) % 4)))
             found = cls(tuple(_Cursor(place, after) for place, after in cursors), job_id)
             texts = [text for text in (job_id, *(cursor.after for cursor in found.cursors)) if text is not None]
-            if all(cursor.place in _ROUNDS[found.round] for cursor in found.cursors) and all(
-                isinstance(each, str) for each in texts
-            ):
+            for cursor in found.cursors:
+                if cursor.place == DEAD:
+                    float((cursor.after or "0").partition(" ")[0])
+            if all(cursor.place in _ROUNDS[found.round] for cursor in found.cursors) and all(map(is_name, texts)):
                 return found
-        except (TypeError, ValueError, LookupError, StopIteration):
+        except (TypeError, ValueError, LookupError, AttributeError, StopIteration, RecursionError):
             pass
         raise InvalidParameterError(
             f"jobs: after must be the position of a job that was listed (JobStatus.position), not {text!r:.100}"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from mainspring.core import clock
 from mainspring.errors import (
@@ -37,6 +38,7 @@ does not answer, nothing is lost: leases end by themselves."""
 SILENCE = 10.0
 """Seconds after which a connection to a server on which nothing is answered is given up, where the mailbox sets no other."""
 
+_TASK_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.:/-]{0,199}")
 _NUMBERS = (int, float)
 
 
@@ -158,6 +160,11 @@ def is_text(value: str) -> bool:
 def is_name(value: str) -> bool:
     """Return True if ``value`` can be, on every store, the name of a mailbox or the address of one."""
     return is_text(value) and "\0" not in value
+
+
+def is_task_name(name: Any) -> TypeGuard[str]:
+    """Return True if ``name`` can be the name of a task."""
+    return isinstance(name, str) and _TASK_NAME.fullmatch(name) is not None
 
 
 def check_name(name: Any) -> None:

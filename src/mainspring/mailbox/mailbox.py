@@ -35,8 +35,8 @@ from mainspring.mailbox.limits import (
     check_receive,
     check_seconds,
     check_send,
-    check_text,
     delay_of,
+    is_task_name,
     reply_address,
 )
 from mainspring.mailbox.message import (
@@ -58,7 +58,7 @@ from mainspring.mailbox.requests import REPLY_ERRORS, WITHDRAWAL_TIMEOUT, Pendin
 from mainspring.mailbox.sync import SyncMailbox
 from mainspring.mailbox.workers import workers_of
 from mainspring.runtime.deadline import inherited, with_deadline
-from mainspring.validation import MAX_VISIBILITY, as_seconds, is_whole
+from mainspring.validation import MAX_LIMIT, MAX_VISIBILITY, as_seconds, is_whole, shown
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Iterable, Mapping, Sequence
@@ -687,6 +687,7 @@ class Mailbox(MailboxLifeCycle, Generic[T, R]):
         Messages are sent and wait as before, and count as pending; those in flight go on. It holds for the store, so also
         for workers that start later. Cancelled, it may have taken place.
 
+        :raises InvalidParameterError: ``task`` can be the name of no task.
         :raises ConfigError: the mailbox cannot (:attr:`Capabilities.limits`).
         """
         self.check_open()
@@ -703,13 +704,14 @@ class Mailbox(MailboxLifeCycle, Generic[T, R]):
         It holds instead of what the code declares, also after a restart; None: what is declared holds again. With fewer
         than are in flight, these go on, and no more are claimed until there is room.
 
-        :raises InvalidParameterError: ``most`` is below 1; to let none begin, :meth:`pause`.
+        :raises InvalidParameterError: ``most`` is below 1 (to let none begin, :meth:`pause`) or above a billion, or ``task``
+            can be the name of no task.
         :raises ConfigError: the mailbox cannot (:attr:`Capabilities.limits`).
         """
-        if most is not None and not is_whole(most, 1):
+        if most is not None and not (is_whole(most, 1) and most <= MAX_LIMIT):
             raise InvalidParameterError(
-                f"set_concurrency: give a whole number from 1, or None for the declared one, not {most!r:.100}; pause()"
-                " lets none begin"
+                f"set_concurrency: give a whole number from 1 to {MAX_LIMIT:,}, or None for the declared one, not"
+                f" {shown(most):.100}; pause() lets none begin"
             )
         self.check_open()
         await self.backend.change_limits([LimitChange(_limited("set_concurrency", task), concurrency=most or 0)])
@@ -769,7 +771,6 @@ def _limited(call: str, task: str | None) -> str:
     """Return what a change of limits names: a task, or the whole mailbox."""
     if task is None:
         return ALL_TASKS
-    if not (isinstance(task, str) and task):
+    if not is_task_name(task):
         raise InvalidParameterError(f"{call}: task must be the name of a task, or None for all, not {task!r:.100}")
-    check_text(f"{call}: task", task)
     return task

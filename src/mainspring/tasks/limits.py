@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from mainspring.errors import ConfigError
 from mainspring.mailbox.limiters import ALL_TASKS, Blocks, LimitChange, TaskLimits
 from mainspring.policies import Rate
-from mainspring.validation import is_whole
+from mainspring.validation import MAX_LIMIT, is_whole, shown
 
 if TYPE_CHECKING:
     from mainspring.mailbox.mailbox import Mailbox
@@ -77,10 +77,11 @@ def needs_key(name: str, option: str) -> ConfigError:
 
 
 def check_concurrency(what: str, concurrency: Any) -> None:
-    """Raise :class:`ConfigError` unless it is None or a whole number from 1."""
-    if concurrency is not None and not is_whole(concurrency, 1):
+    """Raise :class:`ConfigError` unless it is None or a whole number from 1 to a billion."""
+    if concurrency is not None and not (is_whole(concurrency, 1) and concurrency <= MAX_LIMIT):
         raise ConfigError(
-            f"{what} must be a whole number from 1, or None, not {concurrency!r}; pause what shall not run"
+            f"{what} must be a whole number from 1 to {MAX_LIMIT:,}, or None, not {shown(concurrency):.100}; pause what"
+            " shall not run"
         )
 
 

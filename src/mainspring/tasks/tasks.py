@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Protocol, Self, TypeV
 from mainspring.core.introspection import check_runs, instead_of, name_of
 from mainspring.errors import ConfigError, describe
 from mainspring.mailbox.codec import Codec
-from mainspring.mailbox.limits import check_id, check_send
+from mainspring.mailbox.limits import check_id, check_send, is_task_name
 from mainspring.mailbox.mailbox import Mailbox
 from mainspring.mailbox.open import open_mailbox
 from mainspring.tasks.batches import check_batch
@@ -57,7 +56,6 @@ Y = TypeVar("Y")
 
 CONCURRENCY = 10
 """How many calls a loop of tasks runs at once, where nothing else is said."""
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.:/-]{0,199}")
 
 
 class _Decorator(Protocol):
@@ -318,7 +316,7 @@ class Tasks:
         return task
 
     def _check_name(self, name: Any) -> None:
-        if not (isinstance(name, str) and _NAME.fullmatch(name)):
+        if not is_task_name(name):
             raise ConfigError(
                 f"task {name!r}: a name is up to 200 letters, digits and _ . : / -, and begins with a letter; give name="
             )

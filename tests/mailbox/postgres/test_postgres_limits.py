@@ -51,6 +51,29 @@ def left(place):
     return place.execute(waiting)[0][0], place.execute("SELECT count(*) FROM SCHEMA.freed_permits")[0][0]
 
 
+# ------------------------------------------------------------------------------------------------------------- idle
+
+
+@pytest.mark.parametrize(
+    "limits", [{"concurrency": 1}, {"key_concurrency": 1}, {"rate": Rate(1)}], ids=["concurrency", "keys", "rate"]
+)
+async def test_a_receive_that_waits_in_a_mailbox_with_limits_asks_at_intervals(place, limits):
+    async with place.mailbox() as mailbox:
+        await limit(mailbox, **limits)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(bodies_within, mailbox, 30)
+            await until(lambda: mailbox.statistics().waiting_receives)
+            await anyio.sleep(0.2)
+            before = mailbox.backend.polling.polls
+            await anyio.sleep(1)
+            assert mailbox.backend.polling.polls - before <= 8
+            tasks.cancel_scope.cancel()
+
+
+async def bodies_within(mailbox, seconds):
+    await mailbox.receive(visibility_timeout=600, wait_time_seconds=seconds)
+
+
 # -------------------------------------------------------------------------------------------------------- one process
 
 

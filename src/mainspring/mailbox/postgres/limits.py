@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from mainspring.mailbox.limiters import Blocks, LimitState, TaskLimits
-from mainspring.mailbox.postgres.values import stored_key
+from mainspring.mailbox.postgres.values import stored_name
 from mainspring.policies import Rate
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from mainspring.mailbox.limiters import LimitChange
-
-MOST: Final = 2**31 - 1
-"""The highest number that a limit has in the store: higher ones limit nothing."""
 
 
 def changes_text(changes: Iterable[LimitChange]) -> str:
@@ -25,16 +22,16 @@ def changes_text(changes: Iterable[LimitChange]) -> str:
 
 def _change(change: LimitChange) -> dict[str, Any]:
     values: dict[str, Any] = {
-        "task": stored_key(change.task) if change.task else "",
+        "task": stored_name(change.task) if change.task else "",
         "paused": change.paused,
-        "changed_concurrency": _number(change.concurrency),
+        "changed_concurrency": change.concurrency,
         "is_declared": change.declared is not None,
     }
     if change.declared is not None:
         declared = change.declared
         values |= {
-            "concurrency": _number(declared.concurrency),
-            "key_concurrency": _number(declared.key_concurrency),
+            "concurrency": declared.concurrency,
+            "key_concurrency": declared.key_concurrency,
             "blocks": declared.blocks.value,
             **_rate("rate", declared.rate),
             **_rate("key_rate", declared.key_rate),
@@ -42,18 +39,14 @@ def _change(change: LimitChange) -> dict[str, Any]:
     return values
 
 
-def _number(value: int | None) -> int | None:
-    return None if value is None else min(value, MOST)
-
-
 def _rate(name: str, rate: Rate | None) -> dict[str, Any]:
     if rate is None:
         return {}
     per = float(rate.per)  # type: ignore[arg-type]  # it is in seconds
     return {
-        f"{name}_limit": min(rate.limit, MOST),
+        f"{name}_limit": rate.limit,
         f"{name}_per": per,
-        f"{name}_burst": min(rate.burst, MOST),
+        f"{name}_burst": rate.burst,
     }
 
 

@@ -77,7 +77,7 @@ from mainspring.mailbox.postgres.values import (
     dead_row,
     portions,
     record_values,
-    stored_key,
+    stored_name,
     unfinished_row,
 )
 from mainspring.mailbox.records import Record
@@ -647,8 +647,8 @@ class PostgresBackend(BatchedBackend):
 
     async def list_messages(self, query: MessageQuery) -> MessagePage:
         pool, box = self._pool, self._number
-        key = None if query.key is None else stored_key(query.key)
-        tasks = [] if query.task is None else [stored_key(query.task)]
+        key = None if query.key is None else stored_name(query.key)
+        tasks = [] if query.task is None else [stored_name(query.task)]
         limited: list[str] = []
         if query.task is None and (key is not None or query.place is MessagePlace.PENDING):
             found = [name for (name,) in await pool.rows("tasks_of", box, key is None)]

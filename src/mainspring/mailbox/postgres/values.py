@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 from struct import Struct, pack, unpack_from
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from psycopg.types.string import BytesBinaryDumper
 
 from mainspring.mailbox.codec import headers_of
-from mainspring.mailbox.limits import size_of
+from mainspring.mailbox.limits import is_name, size_of
 from mainspring.mailbox.message import Ack, ClaimedMessage, Dead, MessagePlace, Nack, UnfinishedMessage
 
 if TYPE_CHECKING:
@@ -224,10 +224,14 @@ def options_values(envelopes: list[Envelope]) -> tuple[Any, ...]:
     )
 
 
+LONGEST_NAME: Final = 2_048
+"""Bytes of a task or a key that are kept as they are: 512 characters. An entry of an index has room for 2,704 bytes."""
+
+
 def task_values(envelopes: list[Envelope]) -> tuple[Any, ...]:
     """Return the tasks, the keys and the weights, as functions take them that store messages of tasks."""
     return (
-        array(Texts, [None if e.task is None else stored_key(e.task) for e in envelopes]),
+        array(Texts, [None if e.task is None else stored_name(e.task) for e in envelopes]),
         array(Texts, [_key_of(e) for e in envelopes]),
         array(Floats, [None if e.weight == 1.0 else float(e.weight) for e in envelopes]),
     )
@@ -235,19 +239,29 @@ def task_values(envelopes: list[Envelope]) -> tuple[Any, ...]:
 
 def task_of(envelope: Envelope) -> tuple[Any, ...]:
     """Return the task, the key and the weight of one message."""
-    task = None if envelope.task is None else stored_key(envelope.task)
+    task = None if envelope.task is None else stored_name(envelope.task)
     return task, _key_of(envelope), float(envelope.weight)
 
 
 def _key_of(envelope: Envelope) -> str | None:
-    return None if envelope.task is None or envelope.key is None else stored_key(envelope.key)
+    return None if envelope.task is None or envelope.key is None else stored_name(envelope.key)
 
 
 def stored_key(key: str) -> str:
-    """Return a key or a task as the store keeps it: as it is, or its digest if an index or a text cannot hold it."""
+    """Return a dedup key as the store keeps it: as it is, or its digest if an index or a text cannot hold it."""
     raw = key.encode("utf-8", "surrogatepass")
     if len(raw) <= 512 and "\0" not in key and key.isprintable():
         return key
+    return _digest(raw)
+
+
+def stored_name(name: str) -> str:
+    """Return a task or the key of a call as the store keeps it: as it is, as lists show it, or its digest if it cannot be."""
+    raw = name.encode("utf-8", "surrogatepass")
+    return name if len(raw) <= LONGEST_NAME and is_name(name) else _digest(raw)
+
+
+def _digest(raw: bytes) -> str:
     from hashlib import sha256
 
     return f"sha256:{sha256(raw).hexdigest()}"

@@ -101,6 +101,28 @@ async def lists_are_narrowed_by_task_key_and_date(h: Harness, box: AnyMailbox) -
 
 
 @on_mailbox("listing")
+async def keys_are_listed_as_they_were_given(h: Harness, box: AnyMailbox) -> None:
+    """A key of up to 512 characters, with any but NUL, is found by itself, and is that of the message that is found."""
+    keys = [
+        "two\nlines",
+        "\x7f",
+        "non-breaking\u00a0space",
+        "\u20ac" * 512,
+        "\U0001f600" * 512,
+        "a:b",
+        "%",
+        "*",
+        " ",
+        "-",
+    ]
+    for key in keys:
+        await _send(box, key, task="t", key=key)
+    for key in keys:
+        found = await _all(box, MessageQuery(PENDING, 10, key=key))
+        equal([each.key for each in found], [key], f"of the key {key[:20]!r}")
+
+
+@on_mailbox("listing")
 async def a_list_of_nothing_is_empty(h: Harness, box: AnyMailbox) -> None:
     """A list of an empty mailbox is empty, and a place that the store does not know is the beginning."""
     equal(await _all(box, MessageQuery(PENDING, 10)), [], "listed")

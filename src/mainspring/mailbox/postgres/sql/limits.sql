@@ -155,15 +155,17 @@ CREATE OR REPLACE FUNCTION mainspring.next_opening(box integer) RETURNS float8
 LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET enable_sort = off SET jit = off
 SET plan_cache_mode = force_generic_plan AS $$
 -- Seconds until a message may be let in, as far as that is known; NULL where none waits for an instant.
+DECLARE opens float8;
 BEGIN
     IF EXISTS (SELECT FROM mainspring.freed_permits f WHERE f.mailbox = box) THEN
         RETURN 0.01;
     END IF;
-    RETURN nullif(greatest(0, least((
+    opens := least((
         SELECT min(t.opens_at) FROM mainspring.task_limits t WHERE t.mailbox = box
     ), (
         SELECT r.due FROM mainspring.key_rates r WHERE r.mailbox = box AND r.waits ORDER BY r.due LIMIT 1
-    )) - extract(epoch FROM clock_timestamp())::float8), 'infinity');
+    ));
+    RETURN CASE WHEN opens < 'infinity' THEN greatest(0, opens - extract(epoch FROM clock_timestamp())::float8) END;
 END $$;
 
 CREATE OR REPLACE FUNCTION mainspring.is_limited(l mainspring.task_limits) RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
