@@ -205,6 +205,42 @@ async def test_a_claim_puts_a_bounded_number_of_messages_to_their_limiters(place
         assert got == list(range(3_500))
 
 
+@pytest.mark.parametrize("most", [1, 5])
+@pytest.mark.parametrize("how", ["together", "one_by_one", "with_a_dedup_key"])
+async def test_a_key_has_its_turn_among_messages_that_wait_for_their_task(place, most, how):
+    """A new key is among the next, however many a claim asks for, and though messages with a later place are let in first."""
+    async with place.mailbox() as mailbox:
+        await limit(mailbox, concurrency=1)
+        await send(mailbox, *(f"a{number}" for number in range(20)), key="a")
+        (first,) = await mailbox.receive(max_messages=5, visibility_timeout=600)
+        assert await bodies(mailbox) == []  # the others are at the limiter
+        for group in [("b0", "b1")] if how == "together" else [("b0",), ("b1",)]:
+            options = {"dedup_key": group[0]} if how == "with_a_dedup_key" else {}
+            await send(mailbox, *group, key="b", **options)
+        await first.acknowledge()
+        seen = []
+        for _ in range(5):
+            (message,) = await mailbox.receive(max_messages=most, visibility_timeout=600)
+            seen.append(message.body)
+            await message.acknowledge()
+        assert seen == ["a1", "b0", "a2", "b1", "a3"]
+
+
+async def test_a_key_has_its_turn_among_messages_that_were_let_in(place):
+    """A limit that is gone lets all of a key in at once; a new key is among the next, and no key's order is changed."""
+    async with place.mailbox() as mailbox:
+        await mailbox.backend.change_limits([LimitChange("t", paused=True)])
+        await send(mailbox, *(f"a{number}" for number in range(20)), key="a")
+        assert await bodies(mailbox) == []
+        await mailbox.backend.change_limits([LimitChange("t", TaskLimits(concurrency=100), paused=False)])
+        await send(mailbox, "b0", key="b")
+        await send(mailbox, "a20", key="a")
+        await send(mailbox, "other", dedup_key="one", key="c")
+        seen = [body for _ in range(23) for body in await bodies(mailbox, 1)]
+        assert set(seen[:3]) == {"a0", "b0", "other"}
+        assert [body for body in seen if body[0] == "a"] == [f"a{number}" for number in range(21)]
+
+
 async def test_a_receive_waits_while_nothing_may_be_claimed(place):
     """It makes no calls without end, whatever limits what is there."""
     async with place.mailbox() as mailbox:

@@ -7,8 +7,8 @@
 -- Sends know no limits. Only a claim gives permits, one claim of a mailbox at a time (`lock_limits`). A message in line (state 0)
 -- that it may not take waits from then on at the limiter of its key (3) or of its task (4). All that ends a permit, maybe in a
 -- transaction of a user's that lasts, locks nothing: it adds a row to `freed_permits`. The next claim (or poll) takes those
--- out, and lets in as many waiting messages as have room: into state 5, of which claims take messages first, as they had come to
--- the head of the line before. So no order of these transactions leaves a message at a limiter that is open.
+-- out, and lets in as many waiting messages as have room: into state 5, of which claims take messages first, but for those in
+-- line whose place is before (so keys take turns). So no order of these transactions leaves a message at a limiter that is open.
 
 CREATE OR REPLACE FUNCTION mainspring.lock_limits(box integer) RETURNS void LANGUAGE sql AS $$
     SELECT pg_advisory_xact_lock(hashtext('mainspring limits'), box)
@@ -336,7 +336,7 @@ DECLARE
     in_flight_counts boolean;
     limited text[];
     level record;
-    from_state integer;
+    before bigint;
     candidates tid[];
     judged record;
     aside integer := 0;
@@ -362,10 +362,16 @@ BEGIN
     want := missing;
     WHILE missing > 0 LOOP
         FOR level IN
-            SELECT r.rank, s.state, CASE WHEN lowest THEN 0 ELSE coalesce(floors[array_position(known, r.rank)], 0) END AS floor
-            FROM mainspring.ranks r CROSS JOIN (VALUES (5), (0)) AS s (state) WHERE r.mailbox = box ORDER BY r.rank, s.state DESC
+            SELECT r.rank, s.part, s.state, CASE WHEN lowest THEN 0 ELSE coalesce(floors[array_position(known, r.rank)], 0) END AS floor
+            FROM mainspring.ranks r CROSS JOIN (VALUES (1, 0), (2, 5), (3, 0)) AS s (part, state)
+            WHERE r.mailbox = box ORDER BY r.rank, s.part
         LOOP
+            before := CASE WHEN level.part = 1 THEN (
+                SELECT m.pos FROM mainspring.messages m
+                WHERE m.mailbox = box AND m.state = 5 AND m.rank = level.rank ORDER BY m.pos LIMIT 1
+            ) ELSE 9223372036854775807 END;
             LOOP
+                EXIT WHEN before IS NULL;
                 IF level.state = 5 THEN
                     candidates := ARRAY(
                         SELECT m.ctid FROM mainspring.messages m
@@ -376,7 +382,7 @@ BEGIN
                     candidates := ARRAY(
                         SELECT m.ctid FROM mainspring.messages m
                         WHERE m.mailbox = box AND m.state = 0 AND m.rank = level.rank AND m.pos >= level.floor
-                            AND (m.expires_at IS NULL OR m.expires_at > at)
+                            AND m.pos < before AND (m.expires_at IS NULL OR m.expires_at > at)
                         ORDER BY m.pos LIMIT missing FOR UPDATE SKIP LOCKED);
                 END IF;
                 EXIT WHEN cardinality(candidates) = 0;
@@ -408,7 +414,9 @@ BEGIN
         EXIT WHEN is_over OR lowest;
         lowest := true;
     END LOOP;
-    PERFORM mainspring.set_openings(box, rated_tasks, rated_keys, now) WHERE cardinality(rated_tasks) > 0;
+    SELECT array_agg(g.task), array_agg(g.key) INTO rated_tasks, rated_keys
+        FROM unnest(rated_tasks, rated_keys) AS g (task, key) WHERE mainspring.waits_at(box, g.task, g.key);
+    PERFORM mainspring.set_openings(box, rated_tasks, rated_keys, now) WHERE rated_tasks IS NOT NULL;
     new_in := greatest(new_in - want + missing, 0);
     IF new_in > 0 THEN
         PERFORM mainspring.notify(box, new_in);

@@ -82,13 +82,14 @@ END $$;
 CREATE OR REPLACE FUNCTION mainspring.last_place(
     box integer, of_task text, of_key text, of_rank smallint, is_limited boolean
 ) RETURNS bigint LANGUAGE plpgsql AS $$
--- The last place of a key, of its messages that are in line or, where anything `is_limited`, wait at a limiter. The states are
--- variables, which keeps the planner from the index of the line: there the messages of other keys are between. Its callers fix
--- its plan: a function's settings cost more than a read by an index, and this one is called for each key.
+-- The last place of a key, of its messages that are in line or, where anything `is_limited`, wait at a limiter or are let in.
+-- The states are variables, which keeps the planner from the index of the line: there the messages of other keys are between.
+-- Its callers fix its plan: a function's settings cost more than a read by an index, and this one is called for each key.
 DECLARE
     in_line smallint := 0;
     at_key smallint := 3;
     at_task smallint := 4;
+    let_in smallint := 5;
 BEGIN
     RETURN greatest((
         SELECT m.pos FROM mainspring.messages m WHERE m.mailbox = box AND m.task = of_task AND m.state = in_line
@@ -99,16 +100,32 @@ BEGIN
     ) END, CASE WHEN is_limited THEN (
         SELECT m.pos FROM mainspring.messages m WHERE m.mailbox = box AND m.task = of_task AND m.state = at_task
             AND m.task_key = of_key AND m.rank = of_rank ORDER BY m.pos DESC LIMIT 1
+    ) END, CASE WHEN is_limited THEN (
+        SELECT m.pos FROM mainspring.messages m WHERE m.mailbox = box AND m.task = of_task AND m.state = let_in
+            AND m.task_key = of_key AND m.rank = of_rank ORDER BY m.pos DESC LIMIT 1
     ) END);
 END $$;
 
-CREATE OR REPLACE FUNCTION mainspring.first_place(box integer, of_rank smallint) RETURNS bigint
+CREATE OR REPLACE FUNCTION mainspring.first_place(box integer, of_rank smallint, is_limited boolean) RETURNS bigint
 LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET enable_sort = off SET jit = off
 SET plan_cache_mode = force_generic_plan AS $$
--- The place of the first message in line.
+-- The place of the first message that is in line or, where anything `is_limited`, let in.
+BEGIN
+    RETURN least((
+        SELECT m.pos FROM mainspring.messages m
+        WHERE m.mailbox = box AND m.state = 0 AND m.rank = of_rank ORDER BY m.pos LIMIT 1
+    ), CASE WHEN is_limited THEN (
+        SELECT m.pos FROM mainspring.messages m
+        WHERE m.mailbox = box AND m.state = 5 AND m.rank = of_rank ORDER BY m.pos LIMIT 1
+    ) END);
+END $$;
+
+CREATE OR REPLACE FUNCTION mainspring.first_at_task(box integer, of_task text, of_rank smallint) RETURNS bigint
+LANGUAGE plpgsql AS $$
+-- The place of the first message that waits at the limiter of a task. Its callers fix its plan.
 BEGIN
     RETURN (SELECT m.pos FROM mainspring.messages m
-        WHERE m.mailbox = box AND m.state = 0 AND m.rank = of_rank ORDER BY m.pos LIMIT 1);
+        WHERE m.mailbox = box AND m.task = of_task AND m.state = 4 AND m.rank = of_rank ORDER BY m.pos LIMIT 1);
 END $$;
 
 CREATE OR REPLACE FUNCTION mainspring.place_of(
@@ -116,15 +133,20 @@ CREATE OR REPLACE FUNCTION mainspring.place_of(
 ) RETURNS bigint LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET enable_sort = off SET jit = off
 SET plan_cache_mode = force_generic_plan AS $$
 -- The place of a message that comes to the line: at the tail, or, with a key, one step behind the last one of its key, and not
--- before the first in line. So keys take turns. It takes no lock: two messages of a key that come at the same time may have
--- the same place.
-DECLARE tail bigint := nextval('mainspring.positions');
+-- before the first one, which is in line, let in, or waits at the limiter of the same task. So keys take turns. It takes no lock:
+-- two messages of a key that come at the same time may have the same place.
+DECLARE
+    tail bigint := nextval('mainspring.positions');
+    is_limited boolean;
 BEGIN
     IF of_key IS NULL THEN
         RETURN tail;
     END IF;
-    RETURN greatest(coalesce(mainspring.first_place(box, of_rank), tail),
-        mainspring.last_place(box, of_task, of_key, of_rank, true) + (1000 / coalesce(of_weight, 1))::bigint);
+    is_limited := EXISTS (SELECT FROM mainspring.task_limits l WHERE l.mailbox = box);
+    RETURN greatest(
+        coalesce(least(mainspring.first_place(box, of_rank, is_limited),
+            CASE WHEN is_limited THEN mainspring.first_at_task(box, of_task, of_rank) END), tail),
+        mainspring.last_place(box, of_task, of_key, of_rank, is_limited) + (1000 / coalesce(of_weight, 1))::bigint);
 END $$;
 
 CREATE OR REPLACE FUNCTION mainspring.send_tasks(
@@ -138,27 +160,34 @@ DECLARE
     late bigint;
     level smallint;
     first bigint;
+    tail bigint;
     is_limited boolean := EXISTS (SELECT FROM mainspring.task_limits l WHERE l.mailbox = box);
 BEGIN
     FOR level IN SELECT DISTINCT r FROM unnest(ranks) AS r LOOP
-        first := coalesce(mainspring.first_place(box, level), nextval('mainspring.positions'));
+        first := mainspring.first_place(box, level, is_limited);
+        tail := nextval('mainspring.positions');
         WITH given AS MATERIALIZED (
-            SELECT g.*, g.delay > 0 AS is_late, nextval('mainspring.positions') AS tail,
+            SELECT g.*, g.delay > 0 AS is_late, nextval('mainspring.positions') AS pos,
                 (1000 / coalesce(g.weight, 1))::bigint AS step
             FROM unnest(ids, bodies, delays, ranks, reply_tos, all_headers, lives, tasks, keys, weights) WITH ORDINALITY
                 AS g (id, body, delay, rank, reply_to, headers, life, task, key, weight, n)
             WHERE g.rank = level
+        ), waiting AS MATERIALIZED (  -- not read unless anything is limited
+            SELECT t.task, mainspring.first_at_task(box, t.task, level) AS pos
+            FROM (SELECT DISTINCT g.task FROM given g WHERE g.key IS NOT NULL) AS t
         ), in_turn AS (
             SELECT g.*, sum(g.step) OVER line - first_value(g.step) OVER line AS ahead,
                 CASE WHEN g.key IS NOT NULL AND NOT g.is_late AND row_number() OVER line = 1 THEN greatest(
-                    first, mainspring.last_place(box, g.task, g.key, level, is_limited) + g.step
+                    coalesce(
+                        least(first, CASE WHEN is_limited THEN (SELECT w.pos FROM waiting w WHERE w.task = g.task) END), tail
+                    ), mainspring.last_place(box, g.task, g.key, level, is_limited) + g.step
                 ) END AS start
             FROM given g WINDOW line AS (PARTITION BY g.task, g.key, g.is_late ORDER BY g.n)
         )
         INSERT INTO mainspring.messages
                 (id, mailbox, state, rank, pos, enqueued_at, due, expires_at, reply_to, headers, body, task, task_key, weight)
             SELECT t.id, box, CASE WHEN t.is_late THEN 1 ELSE 0 END, level,
-                CASE WHEN t.key IS NULL THEN t.tail WHEN t.is_late THEN 0
+                CASE WHEN t.key IS NULL THEN t.pos WHEN t.is_late THEN 0
                     ELSE max(t.start) OVER (PARTITION BY t.task, t.key, t.is_late) + t.ahead END,
                 at, CASE WHEN t.is_late THEN at + t.delay * interval '1 second' END, at + t.life * interval '1 second',
                 t.reply_to, t.headers, t.body, t.task, t.key, t.weight
