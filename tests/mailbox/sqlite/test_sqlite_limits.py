@@ -122,15 +122,19 @@ class StoredLimitsMachine(LimitsMachine):
         rows = self.queue.rows
         used: Counter[tuple[str, str]] = Counter()
         unclaimed: Counter[tuple[str, str]] = Counter()
-        limited = {task for (task,) in rows("SELECT task FROM limits")}
+        limited = dict(rows("SELECT task, declared ->> 5 FROM limits"))
         for task, key, permits, claimed in rows(PERMITS):
             for permit, name in ((KEY, f"={key}"), (TASK, "")):
                 if task in limited and permits and permits & permit:
                     used[task, name] += 1
-                    unclaimed[task, name] += not claimed
+                    unclaimed[task, name] += (not claimed) and (limited[task] or not name)
         limiters = rows("SELECT task, name, used, unclaimed, waiting FROM limiters")
         assert {(task, name): count for task, name, count, _, _ in limiters if count} == dict(used)
-        assert {(task, name): count for task, name, _, count, _ in limiters if count} == dict(+unclaimed)
+        counted = {(task, name): count for task, name, _, count, _ in limiters if count and (limited[task] or not name)}
+        assert counted == dict(+unclaimed)
+        for task, name, count, _, _ in limiters:  # a claim leaves those alone whose claims are not counted
+            ((most,),) = rows(f"SELECT declared ->> 1 FROM limits WHERE task = '{task}'")
+            assert not name or limited[task] or most is None or count <= most
         waiting = rows("SELECT task, name, count(*) FROM waiting GROUP BY task, name")
         assert {(task, name): count for task, name, _, _, count in limiters if count} == {
             (t, n): c for t, n, c in waiting
@@ -200,6 +204,54 @@ async def test_a_send_looks_who_waits_for_a_permit_of_its_task_only_if_some_do(
     await send(mailbox, "d", "e", task=task, key="b")
     assert statements.count(sql.FIRST_WAITING_PLACE) == looks
     assert any("limiters" in each for each in statements) == (task == "t")
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("limits", "touched"), [({}, 0), ({"key_rate": Rate(1, 60)}, 20)])
+async def test_a_claim_leaves_the_limiters_of_keys_alone_unless_they_count_claims(
+    connections, mailbox, limits, touched
+):
+    await limit(mailbox, key_concurrency=1, **limits)
+    for key in range(20):
+        await send(mailbox, "x", key=f"{key}")
+    statements = []
+    (connection,) = connections
+    connection.exec_trace = lambda cursor, statement, values: statements.append(statement) or True
+    assert len(await mailbox.receive(max_messages=100)) == 20
+    assert statements.count(sql.WRITE_LIMITER) == touched + 1
+    assert statements.count(sql.LIMITERS) == (1 if touched else 0)
+
+
+@pytest.mark.anyio
+async def test_a_key_rate_that_comes_later_counts_what_is_ready(path, virtual_clock):
+    async with SQLiteMailbox(path) as mailbox:
+        await limit(mailbox, concurrency=3, key_concurrency=2)
+        await send(mailbox, *range(4), key="a")
+        await limit(mailbox, concurrency=3, key_concurrency=2, key_rate=Rate(1, 10))
+        ready = await mailbox.receive(max_messages=10)
+        assert [message.body for message in ready] == [0, 1]
+        for message in ready:
+            await message.acknowledge()
+        assert not await mailbox.receive(max_messages=10, wait_time_seconds=19)
+        (third,) = await mailbox.receive(wait_time_seconds=2)
+        assert third.body == 2
+
+
+@pytest.mark.anyio
+async def test_keys_with_more_permits_than_are_allowed_now_count_claims_until_a_change_finds_none(path):
+    async with SQLiteMailbox(path) as mailbox:
+        await limit(mailbox, key_concurrency=2)
+        await send(mailbox, *range(4), key="a")
+        (first,) = await mailbox.receive(max_messages=1)
+        await limit(mailbox, key_concurrency=1)
+        assert rows(path, "SELECT declared ->> 5 FROM limits") == [(1,)]
+        assert not await mailbox.receive(max_messages=10)
+        await first.acknowledge()
+        (second,) = await mailbox.receive(max_messages=10)
+        assert second.body == 1
+        await limit(mailbox, key_concurrency=3)
+        assert rows(path, "SELECT declared ->> 5 FROM limits") == [(0,)]
+        assert [message.body for message in await mailbox.receive(max_messages=10)] == [2, 3]
 
 
 @pytest.mark.anyio

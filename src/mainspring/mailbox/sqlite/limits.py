@@ -35,7 +35,19 @@ TASK: Final = 2
 AT_ONCE: Final = 1_000
 """How many permits one transaction gives, and how many messages it puts back to their limiters."""
 
-States = dict[str, LimitState]
+
+@dataclass(frozen=True, slots=True)
+class StoredLimits(LimitState):
+    """The limits of one task, as the file has them.
+
+    ``counts_claims``: the limiters of its keys know how many of their permits have been claimed. They need it for a rate, and
+    where one has more permits out than are allowed now. Else it is not written, and a claim leaves them alone.
+    """
+
+    counts_claims: bool = False
+
+
+States = dict[str, StoredLimits]
 """The limits of the tasks of one mailbox, by task."""
 
 
@@ -62,6 +74,8 @@ class StoredLimiter(Limiter):
     key: str | None = None
     most: int | None = None
     rate: Rate | None = None
+    counts_claims: bool = True
+    """Without it, ``unclaimed`` means nothing."""
     waiting: int = 0
     due: float | None = None
     """The instant for which messages wait at it."""
@@ -88,7 +102,8 @@ class StoredLimiter(Limiter):
         if not self.waiting and self.is_idle(now):
             return None
         spent = None if self.spent_until == -math.inf else self.spent_until
-        return self.used, self.unclaimed, spent, self.waiting, self.due, None if self.used or self.waiting else spent
+        unclaimed = self.unclaimed if self.counts_claims else 0
+        return self.used, unclaimed, spent, self.waiting, self.due, None if self.used or self.waiting else spent
 
 
 class Entrant(NamedTuple):
@@ -99,7 +114,7 @@ class Entrant(NamedTuple):
     pos: float
     seq: int
     call: Limitable
-    state: LimitState
+    state: StoredLimits
 
 
 class KnownLimits:
@@ -115,7 +130,8 @@ class KnownLimits:
             self._states = {}
             rows: Iterable[tuple[Any, ...]] = connection.execute(sql.ALL_LIMITS).fetchall()
             for mailbox, task, declared, paused, concurrency in rows:
-                state = LimitState(task, _limits_of(declared), bool(paused), concurrency)
+                limits, counts_claims = _limits_of(declared)
+                state = StoredLimits(task, limits, bool(paused), concurrency, counts_claims=counts_claims)
                 self._states.setdefault(mailbox, {})[task] = state
             self._number = number
         return self._states
@@ -145,7 +161,7 @@ class WorkLimits:
         """Return the limits of a mailbox; none: nothing in it is limited."""
         return self._states.get(mailbox, {})
 
-    def of_task(self, mailbox: int, call: Limitable | None) -> LimitState | None:
+    def of_task(self, mailbox: int, call: Limitable | None) -> StoredLimits | None:
         """Return the limits of a message's task, None if it has none."""
         return None if call is None else self.of_mailbox(mailbox).get(call.task)
 
@@ -216,8 +232,11 @@ class WorkLimits:
         if call is None or state is None:
             return True
         own = self._limiter(mailbox, call.task)
-        key = self._limiter(mailbox, call.task, call.key) if call.permits & KEY else None
-        has_key = (call.key is None or not state.limits.limits_keys) if key is None else key.has_room
+        has_key = bool(call.permits & KEY) or call.key is None or not state.limits.limits_keys
+        key = None
+        if call.permits & KEY and state.counts_claims:
+            key = self._limiter(mailbox, call.task, call.key)
+            has_key = key.has_room
         if has_key and call.permits & TASK and own.has_room:
             for limiter in (own,) if key is None else (own, key):
                 limiter.claimed(limiter.rate, self._work.wall)
@@ -242,11 +261,22 @@ class WorkLimits:
         """End the permits of a message, but for that of ``keeps``. Return it with the permits that it has then."""
         if call is None or not call.permits or self.of_task(mailbox, call) is None:
             return call
-        for limiter in self._held(mailbox, call, call.permits & ~keeps):
+        self._end(mailbox, call, call.permits & ~keeps, was_claimed=was_claimed)
+        return call._replace(permits=call.permits & keeps)
+
+    def done(self, mailbox: int, calls: list[Limitable]) -> None:
+        """End all permits of messages that are done."""
+        self.read(mailbox, calls)
+        states = self.of_mailbox(mailbox)
+        for call in calls:
+            if call.task in states:
+                self._end(mailbox, call, call.permits, was_claimed=True)
+
+    def _end(self, mailbox: int, call: Limitable, permits: int, *, was_claimed: bool) -> None:
+        for limiter in self._held(mailbox, call, permits):
             limiter.end(was_claimed=was_claimed)
             if limiter.waiting:
                 self._touched[limiter.place] = limiter
-        return call._replace(permits=call.permits & keeps)
 
     def waits_at(
         self, mailbox: int, rank: int, pos: float, seq: int, task: str, key: str | None
@@ -309,14 +339,27 @@ class WorkLimits:
                 if (mailbox, call.task, name) not in known:
                     new.setdefault(call.task, {})[name] = call.key
         for task, names in new.items():
-            limits = states[task].limits
-            if not limits.limits_keys:  # few are needed, if any, of when keys had limits
+            if not states[task].limits.limits_keys:  # few are needed, if any, of when keys had limits
                 continue
             for name, key in names.items():
                 place = (mailbox, task, name)
-                known[place] = StoredLimiter(place=place, key=key, most=limits.key_concurrency, rate=limits.key_rate)
+                known[place] = self._new(mailbox, task, key)
             for name, *row in self._work.rows(sql.LIMITERS, (mailbox, task, json.dumps(list(names)))):
                 known[mailbox, task, name].read(*row)
+
+    def read_to_admit(self, mailbox: int, calls: Iterable[Limitable | None]) -> None:
+        """Read the limiters that :meth:`admit` needs for these messages."""
+        states = self.of_mailbox(mailbox)
+        self.read(
+            mailbox,
+            (
+                call
+                for call in calls
+                if call is not None
+                and (state := states.get(call.task)) is not None
+                and (state.counts_claims or not call.permits & KEY)
+            ),
+        )
 
     def _limiter(self, mailbox: int, task: str, key: str | None = None) -> StoredLimiter:
         place = (mailbox, task, "" if key is None else "=" + key)
@@ -329,10 +372,13 @@ class WorkLimits:
 
     def _new(self, mailbox: int, task: str, key: str | None) -> StoredLimiter:
         state = self.of_mailbox(mailbox)[task]
-        most, rate = _most(state), state.limits.rate
-        if key is not None:
-            most, rate = state.limits.key_concurrency, state.limits.key_rate
-        return StoredLimiter(place=(mailbox, task, _name(key)), key=key, most=most, rate=rate)
+        limits = state.limits
+        if key is None:
+            return StoredLimiter(place=(mailbox, task, ""), most=_most(state), rate=limits.rate)
+        place, counts = (mailbox, task, _name(key)), state.counts_claims
+        return StoredLimiter(
+            place=place, key=key, most=limits.key_concurrency, rate=limits.key_rate, counts_claims=counts
+        )
 
     def open_due(self) -> None:
         """Let limiters give permits whose instant has come."""
@@ -454,7 +500,7 @@ class WorkLimits:
         """Change limits. What waits at a limiter of a changed task becomes ready if it may."""
         work = self._work
         for change in changes:
-            before = self.of_mailbox(mailbox).get(change.task) or LimitState(change.task, TaskLimits())
+            before = self.of_mailbox(mailbox).get(change.task) or StoredLimits(change.task, TaskLimits())
             after = replace(
                 before,
                 limits=before.limits if change.declared is None else change.declared,
@@ -465,21 +511,32 @@ class WorkLimits:
                 continue
             self.flush()
             self._limiters.clear()
-            self._write(mailbox, after)
+            self._write(mailbox, self._look_at_claims(mailbox, after))
             if change.task == ALL_TASKS:
                 work.execute(sql.SET_MOST, (_most(after), mailbox))
                 self._changed.add(mailbox)
             work.execute(sql.OPEN_ALL, (work.wall, mailbox, change.task))
             self.open_due()
 
-    def _write(self, mailbox: int, state: LimitState) -> None:
+    def _look_at_claims(self, mailbox: int, state: StoredLimits) -> StoredLimits:
+        """Return limits that have changed with whether the claims of keys are counted now: from here on, or still."""
+        limits = state.limits
+        counts = limits.key_rate is not None or (
+            limits.key_concurrency is not None
+            and bool(self._work.rows(sql.ANY_ABOVE, (mailbox, state.task, limits.key_concurrency)))
+        )
+        if counts and not state.counts_claims:
+            self._work.execute(sql.COUNT_UNCLAIMED, (mailbox, state.task))
+        return replace(state, counts_claims=counts)
+
+    def _write(self, mailbox: int, state: StoredLimits) -> None:
         """Write the limits of a task, or delete them where nothing is left of them."""
         work = self._work
         states = dict(self.of_mailbox(mailbox))
         states.pop(state.task, None)
         if _is_set(state) or work.rows(sql.ANY_LIMITER, (mailbox, state.task)):
             states[state.task] = state
-            values = (mailbox, state.task, _text_of(state.limits), state.paused, state.concurrency)
+            values = (mailbox, state.task, _text_of(state), state.paused, state.concurrency)
             work.execute(sql.WRITE_LIMITS, values)
         else:
             work.execute(sql.DROP_LIMITS, (mailbox, state.task))
@@ -510,7 +567,7 @@ class WorkLimits:
             running, waiting = used.get(task, (0, 0))
             if _is_set(state):
                 running = in_flight if task == ALL_TASKS else running
-                found.append(replace(state, running=running, waiting=waiting))
+                found.append(LimitState(task, state.limits, state.paused, state.concurrency, running, waiting))
         return found
 
 
@@ -541,12 +598,13 @@ def _name(key: str | None) -> str:
     return "" if key is None else f"={key}"
 
 
-def _text_of(limits: TaskLimits) -> str:
+def _text_of(state: StoredLimits) -> str:
+    limits = state.limits
     rates = [None if rate is None else (rate.limit, rate.per, rate.burst) for rate in (limits.rate, limits.key_rate)]
-    return json.dumps([limits.concurrency, limits.key_concurrency, limits.blocks, *rates])
+    return json.dumps([limits.concurrency, limits.key_concurrency, limits.blocks, *rates, state.counts_claims])
 
 
-def _limits_of(text: str) -> TaskLimits:
-    concurrency, key_concurrency, blocks, *rates = json.loads(text)
+def _limits_of(text: str) -> tuple[TaskLimits, bool]:
+    concurrency, key_concurrency, blocks, *rates, counts_claims = json.loads(text)
     rate, key_rate = (None if each is None else Rate(*each) for each in rates)
-    return TaskLimits(concurrency, rate, key_concurrency, key_rate, Blocks(blocks))
+    return TaskLimits(concurrency, rate, key_concurrency, key_rate, Blocks(blocks)), counts_claims

@@ -77,7 +77,7 @@ CREATE TABLE limiters (             -- those that have something to remember
     task TEXT NOT NULL,
     name TEXT NOT NULL,             -- empty: of the task itself; else = and the key
     used INTEGER NOT NULL,
-    unclaimed INTEGER NOT NULL,
+    unclaimed INTEGER NOT NULL,     -- 0 in those of keys while their claims are not counted
     spent_until REAL,
     waiting INTEGER NOT NULL,
     opens_at REAL,                  -- where messages wait for this instant
@@ -459,6 +459,16 @@ LIMITERS = f"""SELECT name, used, unclaimed, spent_until, waiting, opens_at, idl
     WHERE mailbox = ? AND task = ? AND name {_GIVEN}"""
 ANY_LIMITER = "SELECT 1 FROM limiters WHERE mailbox = ? AND task = ? LIMIT 1"
 WRITE_LIMITER = "REPLACE INTO limiters VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
+ANY_ABOVE = "SELECT 1 FROM limiters WHERE mailbox = ? AND task = ? AND name > '' AND used > ? LIMIT 1"
+_HAS_PERMIT = (
+    "EXISTS (SELECT 1 FROM {} AND rank = m.rank AND pos = coalesce(m.place, m.seq) AND seq = m.seq AND permits & 1)"
+)
+COUNT_UNCLAIMED = f"""UPDATE limiters SET unclaimed = (
+        SELECT count(*) FROM messages AS m
+        WHERE m.mailbox = limiters.mailbox AND m.key = substr(limiters.name, 2) AND m.task = limiters.task AND (
+            {_HAS_PERMIT.format("ready WHERE mailbox = m.mailbox")}
+            OR {_HAS_PERMIT.format("waiting WHERE mailbox = m.mailbox AND task = m.task AND name = ''")}))
+    WHERE mailbox = ? AND task = ? AND name > ''"""
 DROP_LIMITER = f"DELETE FROM limiters WHERE {_LIMITER}"
 DROP_IDLE = """DELETE FROM limiters WHERE (mailbox, task, name) IN (
     SELECT mailbox, task, name FROM limiters WHERE idle_at <= ? ORDER BY idle_at LIMIT ?)"""

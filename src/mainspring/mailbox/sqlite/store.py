@@ -293,7 +293,7 @@ def _first_admitted(work: UnitOfWork, limits: WorkLimits, mailbox: int, limit: i
     while is_short:
         rows = _first_ready(work, mailbox, limit, sql.FIRST_LIMITED)
         calls = [Limitable.of(row[-4], row[-3], None, row[-2]) for row in rows]
-        limits.read(mailbox, calls)
+        limits.read_to_admit(mailbox, calls)
         is_short = False
         for row, call in zip(rows, calls, strict=True):
             rank, pos, seq, *_ = row
@@ -344,10 +344,8 @@ def _acknowledge(work: UnitOfWork, commands: list[JoiningAcknowledge]) -> None:
         if held < len(acks):
             given = _json_list(_only_held(work, mailbox, given, acks))
         if work.limits is not None:
-            calls = [Limitable(task, key, None, out) for task, key, out in work.rows(sql.PERMITS_HELD, (given,))]
-            work.limits.read(mailbox, calls)
-            for call in calls:
-                work.limits.left(mailbox, call, was_claimed=True)
+            held_by = work.rows(sql.PERMITS_HELD, (given,))
+            work.limits.done(mailbox, [Limitable(task, key, None, permits) for task, key, permits in held_by])
         work.execute(sql.DROP_MESSAGES_LEASED, (given,))
         work.execute(sql.DROP_LEASES, (given,))
         delta = work.delta(mailbox)
