@@ -71,7 +71,7 @@ class SerializationError(MailboxError, ValueError):
 
 
 class ResultTooLargeError(SerializationError):
-    """What a handler returned is larger than a store keeps of a result. Its message is dead at once: it would be so again."""
+    """The result of a handler is larger than a store keeps. Its message is dead at once: a retry would fail the same way."""
 
     fault = "handler"
 
@@ -327,8 +327,8 @@ class ControlRefusedError(MainspringError):
 class Retry(Exception):  # noqa: N818 - it is an instruction, not an error
     """Raised by a handler: nack the message, to try it again later.
 
-    ``delay`` is in seconds, or a timedelta (0 to 366 days); ``None`` lets the retry policy choose, by the number of deliveries
-    that were charged, or of those that were not. With ``charge=False`` the attempt is not counted against
+    ``delay`` is in seconds, or a timedelta (0 to 366 days). ``None`` lets the retry policy choose, by the number of charged
+    deliveries, or of uncharged deliveries with ``charge=False``. Then the attempt is not counted against
     ``DeadLetterPolicy.max_attempts`` (for "the other side is not ready", not for "I failed").
 
     The message goes to the tail of the queue after the delay. Without a charge and a delay, and once the loop has been told to

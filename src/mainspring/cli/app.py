@@ -216,7 +216,7 @@ _Mailbox = Annotated[
 
 @app.command(epilog="Example: `mainspring stats 'sqlite:///jobs.db?name=emails'`")
 def stats(target: _Mailbox = None, as_json: _Json = False) -> int:
-    """Say how many messages of a mailbox are where, how long the oldest pending one has waited, and what is limited."""
+    """Show how many messages are in each place of a mailbox, how long the oldest pending message has waited, and the limits."""
     from mainspring.cli.jobs import show_stats
 
     return show_stats(target or [], as_json)
@@ -224,7 +224,7 @@ def stats(target: _Mailbox = None, as_json: _Json = False) -> int:
 
 @app.command(epilog="Example: `mainspring workers 'sqlite:///jobs.db?name=emails'`")
 def workers(target: _Mailbox = None, as_json: _Json = False) -> int:
-    """List the loops that work on a mailbox, in whatever processes, a line each. One that was killed is shown for a minute."""
+    """List the loops of all processes that work on a mailbox, a line each. A killed loop is shown for up to a minute."""
     from mainspring.cli.workers import show_workers
 
     return show_workers(target or [], as_json)
@@ -275,22 +275,22 @@ def reschedule(
 
 _States = Annotated[
     list[str] | None,
-    typer.Option("--state", metavar="STATE", help="Those in this state: pending, dead and so on; may be repeated."),
+    typer.Option("--state", metavar="STATE", help="Jobs in this state: pending, dead and so on; may be repeated."),
 ]
-_Task = Annotated[str | None, typer.Option("--task", metavar="NAME", help="Those that call this task.")]
-_Key = Annotated[str | None, typer.Option("--key", metavar="KEY", help="Those with this key.")]
+_Task = Annotated[str | None, typer.Option("--task", metavar="NAME", help="Jobs that call this task.")]
+_Key = Annotated[str | None, typer.Option("--key", metavar="KEY", help="Jobs with this key.")]
 _Since = Annotated[
     datetime | None,
-    typer.Option("--since", metavar="TIME", parser=ago, help="Those sent since: 30m, 24h, 7d ago, or a date."),
+    typer.Option("--since", metavar="TIME", parser=ago, help="Jobs sent since: 30m, 24h, 7d ago, or a date."),
 ]
 _OlderThan = Annotated[
     datetime | None,
-    typer.Option("--older-than", metavar="TIME", parser=ago, help="Those sent before: 24h, 30d ago, or a date."),
+    typer.Option("--older-than", metavar="TIME", parser=ago, help="Jobs sent before: 24h, 30d ago, or a date."),
 ]
 _Search = Annotated[
     str | None,
     typer.Option(
-        "--search", metavar="TEXT", help="Those with this text in the id, task, key, last error or body (each is read)."
+        "--search", metavar="TEXT", help="Jobs with this text in the id, task, key, last error or body (each is read)."
     ),
 ]
 _OneTask = Annotated[
@@ -313,7 +313,7 @@ def jobs(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,
 ) -> int:
-    """List jobs that fit all filters, a line each: what waits and runs, dead letters, kept results, chains."""
+    """List jobs that fit all filters, a line each: unfinished jobs, dead letters, kept results, chains."""
     from mainspring.cli.job_list import list_jobs
 
     filters = {"task": task, "key": key, "since": since, "older_than": older_than, "search": search}
@@ -332,7 +332,7 @@ def purge(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     as_json: _Json = False,
 ) -> int:
-    """Drop messages of a mailbox that are delayed, pending or in flight: all, or those that fit all filters.
+    """Drop messages of a mailbox that are delayed, pending or in flight: all, or the messages that fit all filters.
 
     With --state, dead letters and kept results of that state as well. Else dead letters stay.
     """
@@ -364,7 +364,7 @@ def edit(
 
 @app.command(epilog="Example: `mainspring pause 'sqlite:///jobs.db?name=emails' --task email`")
 def pause(target: _Mailbox = None, task: _OneTask = None, as_json: _Json = False) -> int:
-    """Let no worker of the fleet begin messages of a mailbox, or of a task, until `resume`. What runs goes on."""
+    """Let no worker of the fleet begin messages of a mailbox, or of a task, until `resume`. Running handlers go on."""
     from mainspring.cli.limits import set_paused
 
     return set_paused(target or [], task, True, as_json)
@@ -372,7 +372,7 @@ def pause(target: _Mailbox = None, task: _OneTask = None, as_json: _Json = False
 
 @app.command(epilog="Example: `mainspring resume 'sqlite:///jobs.db?name=emails' --task email`")
 def resume(target: _Mailbox = None, task: _OneTask = None, as_json: _Json = False) -> int:
-    """End a pause: what waits is begun at once."""
+    """End a pause: waiting messages begin at once."""
     from mainspring.cli.limits import set_paused
 
     return set_paused(target or [], task, False, as_json)
@@ -387,7 +387,7 @@ def concurrency(
     task: _OneTask = None,
     as_json: _Json = False,
 ) -> int:
-    """Let at most N messages of a mailbox, or of a task, be in flight at once in the whole fleet, whatever the code says."""
+    """Let at most N messages of a mailbox, or of a task, be in flight at once in the whole fleet. This overrides the code."""
     from mainspring.cli.limits import set_concurrency
 
     return set_concurrency(words or [], task, as_json)

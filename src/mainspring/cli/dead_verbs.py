@@ -30,27 +30,25 @@ _Words = Annotated[
 _All = Annotated[bool, typer.Option("--all", help="All of them.")]
 _ErrorType = Annotated[
     str | None,
-    typer.Option("--error", "--error-type", metavar="NAME", help="Those that died of an error of this type."),
+    typer.Option("--error", "--error-type", metavar="NAME", help="Dead letters with an error of this type."),
 ]
 _Since = Annotated[
     datetime | None,
-    typer.Option(
-        metavar="TIME", parser=ago, help="Those that died since: 30m, 24h, 7d ago, or a date (ISO 8601, UTC)."
-    ),
+    typer.Option(metavar="TIME", parser=ago, help="Messages dead since: 30m, 24h, 7d ago, or a date (ISO 8601, UTC)."),
 ]
 _OlderThan = Annotated[
     datetime | None,
     typer.Option(
         metavar="TIME",
         parser=ago,
-        help="Those that died before: 30d, 24h ago, or a date. With --since: those between the two.",
+        help="Messages dead before: 30d, 24h ago, or a date. With --since: between the two.",
     ),
 ]
 _Match = Annotated[
     str | None,
-    typer.Option(metavar="TEXT", help="Those with this text in the error, the body or a header (KEY=VALUE)."),
+    typer.Option(metavar="TEXT", help="Dead letters with this text in the error, the body or a header (KEY=VALUE)."),
 ]
-_Task = Annotated[str | None, typer.Option("--task", metavar="NAME", help="Those that call this task.")]
+_Task = Annotated[str | None, typer.Option("--task", metavar="NAME", help="Dead letters that call this task.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

@@ -1,4 +1,4 @@
-"""List the jobs of a mailbox, and drop those that fit: ``mainspring jobs`` and ``mainspring purge``."""
+"""List the jobs of a mailbox, and drop jobs by filter: ``mainspring jobs`` and ``mainspring purge``."""
 
 from __future__ import annotations
 

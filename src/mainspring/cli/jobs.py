@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def show_stats(words: Sequence[str], as_json: bool) -> int:
-    """Print where the messages of a mailbox are, and what is limited."""
+    """Print where the messages of a mailbox are, and its limits."""
     mailbox = mailbox_alone(words, "stats")
 
     async def look(opened: Mailbox[Any, Any]) -> tuple[Counts, list[LimitState]]:
@@ -161,6 +161,6 @@ def _for_each(words: Sequence[str], verb: str, act: Callable[[Tasks, str], Await
 
 
 def status_json(status: JobStatus) -> dict[str, Any]:
-    """Return what is known of a job, for JSON."""
+    """Return the status of a job, for JSON."""
     said = asdict(status)
     return {name: value.isoformat() if isinstance(value, datetime) else value for name, value in said.items()}

@@ -79,7 +79,7 @@ def _rate_text(rate: Rate | None) -> str | None:
 
 
 def limit_line(state: LimitState) -> str:
-    """Return a line that says what is limited of a task."""
+    """Return a line that names the limits of a task."""
     limits = state.limits
     declared = {
         "rate": _rate_text(limits.rate),

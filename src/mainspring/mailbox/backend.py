@@ -376,8 +376,8 @@ class Backend(ABC):
     async def list_messages(self, query: MessageQuery) -> MessagePage:
         """Return a page of the unfinished messages that ``query`` asks for, in an order of the store's own.
 
-        One call looks at a bounded number of messages, whatever the mailbox holds; with a task or a key it looks only at
-        those of it. A message that changes its place between two pages may come twice or not at all. The other
+        One call looks at a bounded number of messages, however many the mailbox holds. With a task or a key it looks only
+        at messages of that. A message that changes its place between two pages may come twice or not at all. The other
         messages come once. An ``after`` that the store does not understand is the beginning.
 
         :raises ConfigError: the backend cannot (:attr:`Capabilities.listing`).
@@ -389,8 +389,8 @@ class Backend(ABC):
     async def change_limits(self, changes: list[LimitChange]) -> None:
         """Change limits in one step; they hold for the whole fleet from then on, also for messages that wait already.
 
-        Limits that a change makes wider let messages become ready, and wake waiting claims. See
-        :mod:`mainspring.mailbox.limiters` for what they mean. Limits that are as they were cost no write.
+        Wider limits let messages become ready, and wake waiting claims. :mod:`mainspring.mailbox.limiters` says what limits
+        mean. A change that leaves the limits as they were costs no write.
 
         :raises ConfigError: the backend cannot (:attr:`Capabilities.limits`).
         """

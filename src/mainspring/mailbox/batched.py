@@ -95,9 +95,9 @@ class Send(Command):
 
 @dataclass(eq=False, repr=False, slots=True)
 class Claim(Command):
-    """Lease what is there; results in deliveries. ``waits`` says that an empty result will be waited on.
+    """Lease ready messages; results in deliveries. ``waits`` says that the caller waits after an empty result.
 
-    ``more``: nothing was found yet, as limits hold back so much of what came first, and another claim goes on from there.
+    ``more``: nothing was found yet, as limits hold back many of the first messages. Another claim goes on behind them.
     """
 
     wakes_first: ClassVar[bool] = True

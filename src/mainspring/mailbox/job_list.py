@@ -1,14 +1,14 @@
-"""Lists of jobs: the messages of a mailbox and the ends that it keeps, page by page, and what is done to all of a list.
+"""Lists of jobs: the messages of a mailbox and the ends that it keeps, page by page, and the purge of listed jobs.
 
 A list goes through the places of a mailbox in the order in which a job passes them: delayed, pending and in flight, the dead
 letters, the results that are kept, and the chains. Of each place it reads pages of bounded size. The store finds a task, a
 key and a date among unfinished messages; all else is looked for in each job of a page.
 
-The unfinished messages of a task may all be in another place than the one that is read. The store then says so after a bounded
-number of them, and the list goes on with the next place before it comes back.
+The unfinished messages of a task may all be in another place than the list reads. The store then says so after a bounded
+number of messages, and the list goes on with the next place before it comes back.
 
-The last job of a page is handed out when the next page was read. So a caller may do to each job what removes it: the next
-page still begins behind a job that is there.
+The last job of a page is handed out when the next page was read. So a caller may remove each job as it comes: the next page
+still begins behind a job that is there.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _ROUNDS: Final[tuple[tuple[str, ...], ...]] = (tuple(MessagePlace), (DEAD,), (RE
 
 @dataclass(frozen=True, slots=True)
 class JobFilter:
-    """Which jobs are meant: those that fit all of these; None fits all."""
+    """A filter of jobs: a job fits if it fits each field. None fits all jobs."""
 
     states: frozenset[JobState]
     task: str | None
@@ -355,7 +355,7 @@ def _status_of_result(record: Record) -> JobStatus:
 async def purge(mailbox: Mailbox[Any, Any], which: JobFilter) -> int:
     """Drop the jobs that are meant; see :meth:`Mailbox.purge`. Return how many."""
     dropped = 0
-    for states in (which.states - UNFINISHED, which.states & UNFINISHED):  # what is cancelled leaves a kept end
+    for states in (which.states - UNFINISHED, which.states & UNFINISHED):  # a cancelled job leaves a kept end
         jobs = JobList(mailbox, replace(which, states=states), chains=False)
         while batch := await jobs.batch():
             dropped += await _drop(mailbox, batch)

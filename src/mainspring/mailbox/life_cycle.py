@@ -123,7 +123,7 @@ class MailboxLifeCycle:
         return partial(self.reply_routers.remove, router)  # which does not refer back to the mailbox
 
     async def close(self) -> None:
-        """Wake the waiting receives (they return ``[]``), finish what is under way, disconnect. Idempotent.
+        """Wake the waiting receives (they return ``[]``), finish the calls under way, disconnect. Idempotent.
 
         Messages in flight stay leased until their leases end. Later calls raise :class:`MailboxClosedError`. Cancelled, it
         leaves the mailbox closed to its users, and what it had not finished is finished when the ``async with`` block ends.

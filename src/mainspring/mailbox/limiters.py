@@ -1,30 +1,30 @@
 """Limits on what may run at once in the whole fleet, and the decisions of the limiters that keep them.
 
-A message that names a task (:attr:`Envelope.task`) has up to two limiters: that of its key within the task, where the task
-limits what one key may do, and that of the task. It needs a permit of each, in this order, before it is *ready*: only a ready
-message is claimed. Until then it *waits at* a limiter, and counts as pending. So a wait for a limit costs no delivery, no
-attempt and no poll.
+A message that names a task (:attr:`Envelope.task`) has up to two limiters: the limiter of its key, if the task has limits for
+each key, and the limiter of the task. It needs a permit of each, in this order, before it is *ready*. Only a ready message is
+claimed. Until then it *waits at* a limiter, and counts as pending. So a wait for a limit costs no delivery, no attempt and no
+poll.
 
 - A permit is given while fewer than ``concurrency`` are out, and, with a rate, while the rate has room (see
   :class:`Limiter`). Of the messages that wait, the first by priority, then by place, gets it.
-- A permit ends when the message is settled, or leaves what is ready in another way. With :attr:`Blocks.RETRY` a message that
-  is to be tried again keeps the permit of its key, and with :attr:`Blocks.DEAD` a dead letter does, too. A released message
-  always keeps the permit of its key, as it has its old place again.
-- A message never holds the permit of its task while it waits for that of its key: limits that change could else let two
-  messages wait for each other. So a limiter of a task that comes to a message without the permit of its key, where that is
-  needed by now, lets it wait at the limiter of the key.
+- A permit ends when the message is settled, or stops being ready in another way. With :attr:`Blocks.RETRY` a message that
+  waits for its next attempt keeps the permit of its key. With :attr:`Blocks.DEAD` a dead letter keeps it as well. A released
+  message always keeps the permit of its key, as it has its old place again.
+- A message never holds the permit of its task while it waits for the permit of its key. Otherwise a change of limits could let
+  two messages wait for each other. A message may reach the limiter of its task without a permit of its key that is needed by
+  now. Then the limiter of the task lets it wait at the limiter of the key.
 - A limiter that is paused gives no permit. Where limits became narrower, ready messages may have more permits than are allowed
   now. So a claim takes a ready message only if fewer are in flight (permits that are out and claimed) than its limits allow.
-  Else it takes its permit back and lets it wait at its limiter. The same holds for a ready message that lacks a permit, as the
-  limits are newer than its send. A message in flight always goes on; one that was claimed before its task had limits is not
-  counted by them.
-- A message that keeps the permit of its key for a retry counts as unclaimed again from when it is due. It keeps it when it is
-  rescheduled, and loses it when it is cancelled or has expired.
+  Otherwise it takes the permit back and lets the message wait at its limiter. The same holds for a ready message that lacks a
+  permit, as the limits are newer than its send. A message in flight always goes on. Limits do not count a message that was
+  claimed before its task had limits.
+- A message that keeps the permit of its key for a retry counts as unclaimed again once it is due. It keeps the permit when it
+  is rescheduled, and loses it when it is cancelled or has expired.
 
-Fair shares need no permit. The place of a message with a key goes by the places of its key, not by the time of the send: it is
-one step behind the last message of its key, or at the place of the first message in line if that is later. The first in line is
-the first that is ready, or that waits at the limiter of the same task, whichever is earlier. A step is ``1 / weight``. So
-keys take turns, and a key with much to do delays another key by one message (start-time fair queueing).
+Fair shares need no permit. The place of a message with a key goes by the places of its key, not by the time of the send. It is
+one step behind the last message of its key, or at the place of the first message in line if that is later. The first message
+in line is the first ready message, or the first message at the limiter of the same task, whichever is earlier. A step is
+``1 / weight``. So keys take turns, and a key with many messages delays another key by one message (start-time fair queueing).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ALL_TASKS: Final = ""
 
 
 class Blocks(StrEnum):
-    """Which message keeps the permit of its key, so that later ones of the key wait."""
+    """Which message keeps the permit of its key, so that later messages of the key wait."""
 
     RUNNING = "running"
     RETRY = "retry"

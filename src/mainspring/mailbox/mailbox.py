@@ -587,8 +587,7 @@ class Mailbox(MailboxLifeCycle, Generic[T, R]):
         return self.backend.statistics() if self._usable else MailboxStatistics()
 
     async def workers(self) -> list[WorkerStatus]:
-        """Return the loops that work on this mailbox, in whatever processes, in the order of their names.
-
+        """Return the loops of all processes that work on this mailbox, in the order of their names.
         Each tells the store every 20 seconds how it is. A worker that was killed is in the list for up to a minute more, with
         its :attr:`~WorkerStatus.last_seen`. :raises ConfigError: the store keeps no records (``Capabilities.records``).
         """
@@ -634,9 +633,9 @@ class Mailbox(MailboxLifeCycle, Generic[T, R]):
         return JobList(self, JobFilter.of("jobs", state, task, key, since, older_than, search), limit, after)
 
     async def replace_body(self, message_id: str, body: T) -> None:
-        """Let a message that is delayed or pending have another body. Its counts and all else stay, and so does its place.
+        """Replace the body of a delayed or pending message. Its counts, its place and all else stay.
 
-        A mailbox without :attr:`Capabilities.front_return` puts a pending one behind all that wait.
+        A mailbox without :attr:`Capabilities.front_return` puts a pending message behind all waiting messages.
 
         :raises JobRunningError: a worker runs it now.
         :raises JobNotFoundError: no such message is delayed or pending.
@@ -661,7 +660,7 @@ class Mailbox(MailboxLifeCycle, Generic[T, R]):
         older_than: datetime | Seconds | None = None,
         search: str | None = None,
     ) -> int:
-        """Drop messages that are delayed, pending or in flight, all or those that fit the filters. Return how many.
+        """Drop messages that are delayed, pending or in flight: all, or the messages that fit the filters. Return how many.
 
         The filters are those of :meth:`jobs`. Without ``state``, unfinished jobs are meant, and dead letters stay; with one,
         dead letters and kept ends of such states are deleted as well. Without any filter, all is dropped in one step, and the
@@ -682,7 +681,7 @@ class Mailbox(MailboxLifeCycle, Generic[T, R]):
     # --------------------------------------------------------------------------------------------- the whole fleet
 
     async def pause(self, task: str | None = None) -> None:
-        """Let no worker of any process claim messages, or those of ``task``, until :meth:`resume`.
+        """Let no worker of any process claim messages (with ``task``: messages of that task) until :meth:`resume`.
 
         Messages are sent and wait as before, and count as pending; those in flight go on. It holds for the store, so also
         for workers that start later. Cancelled, it may have taken place.
@@ -694,15 +693,15 @@ class Mailbox(MailboxLifeCycle, Generic[T, R]):
         await self.backend.change_limits([LimitChange(_limited("pause", task), paused=True)])
 
     async def resume(self, task: str | None = None) -> None:
-        """End a :meth:`pause` of the mailbox, or of ``task``; what waits is claimed at once. The parameters are the same."""
+        """End a :meth:`pause` of the mailbox, or of ``task``. Waiting messages are claimed at once. Same parameters."""
         self.check_open()
         await self.backend.change_limits([LimitChange(_limited("resume", task), paused=False)])
 
     async def set_concurrency(self, most: int | None, task: str | None = None) -> None:
         """Let at most ``most`` messages of the mailbox, or of ``task``, be in flight at once in the whole fleet.
 
-        It holds instead of what the code declares, also after a restart; None: what is declared holds again. With fewer
-        than are in flight, these go on, and no more are claimed until there is room.
+        It overrides the concurrency that the code declares, also after a restart. None ends the override. If more are in
+        flight, they go on, and no more are claimed until there is room.
 
         :raises InvalidParameterError: ``most`` is below 1 (to let none begin, :meth:`pause`) or above a billion, or ``task``
             can be the name of no task.

@@ -104,7 +104,7 @@ class SendOptions:
 
     @property
     def own_headers(self) -> dict[str, str]:
-        """The headers of its messages, with those that say what is to be kept of it, and how it is handled."""
+        """The headers of its messages, with the headers of the kept result and of the handling."""
         asked = {RESULT_TTL: f"{as_seconds(self.result_ttl):g}"} if self.result_ttl else {}
         return {**(self.headers or {}), **asked, **option_headers(self.timeout, self.retry)}
 

@@ -454,7 +454,7 @@ class Tasks:
     # ------------------------------------------------------------------------------------------------- the whole fleet
 
     async def pause(self, task: Task[..., Any] | str | None = None) -> None:
-        """Let no worker begin calls, or those of ``task``, until :meth:`resume`; see :meth:`Mailbox.pause`."""
+        """Let no worker begin calls (with ``task``: calls of that task) until :meth:`resume`; see :meth:`Mailbox.pause`."""
         await self.mailbox.pause(_task_name(task))
 
     async def resume(self, task: Task[..., Any] | str | None = None) -> None:

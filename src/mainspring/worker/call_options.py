@@ -26,7 +26,7 @@ def option_headers(timeout: float | None, retry: RetryPolicy | None) -> dict[str
 
 
 def timeout_of(headers: Mapping[str, str], usual: float | None) -> float | None:
-    """Return the timeout that a message says; ``usual`` if it says none, or one that cannot be, as any sender may write it."""
+    """Return the timeout that a message says, or ``usual`` if it says none or an invalid one (any sender may write it)."""
     if TIMEOUT not in headers:
         return usual
     try:

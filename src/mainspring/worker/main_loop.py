@@ -292,8 +292,8 @@ class MainLoop:
         """Run at most ``concurrency`` handlers at once, in the run that is under way and in later ones.
 
         With more, further messages begin at once. With fewer, running handlers go on, and none begins before fewer of them are
-        left; messages that were claimed and cannot begin are released, uncharged. A pool that the loop has made for its plain
-        functions follows. Of several calls the last one counts. Callable from any thread or signal handler.
+        left. Claimed messages that cannot begin are released, uncharged. A pool that the loop has made for its plain
+        functions follows. The last of several calls counts. Callable from any thread or signal handler.
 
         It is for this loop alone: :meth:`Mailbox.set_concurrency` limits all workers of a mailbox together.
 

@@ -79,13 +79,12 @@ def after_failure(
 ) -> Decision:
     """Decide what a handler's error means for its message.
 
-    ``Reject`` is the end, and so are a fault of configuration and a result that is too large, whatever the policy says: running
-    the handler again does not mend it. ``ReplyError`` is an answer: the message is done (its reply is the caller's to add).
-    ``Retry`` says its own delay and whether it counts; it is an instruction, so that the kinds of errors which the dead-letter
-    policy names do not touch it. Any other error counts, waits by the retry policy, and is the end when the dead-letter policy
-    says so. An error that the policy excludes never counts, so that its attempts cannot run out. What does not count waits by
-    the number of deliveries that did not count, this one included. A group of one error, as a handler's own task group raises
-    it, means that error.
+    ``Reject``, a fault of configuration and a result that is too large are the end under any policy: running the handler again
+    does not mend them. ``ReplyError`` is an answer: the message is done, and the caller adds the reply. ``Retry`` says its own
+    delay and whether it counts. It is an instruction, so the error types of the dead-letter policy do not apply to it. Any
+    other error counts, waits by the retry policy, and is the end when the dead-letter policy says so. An error that the policy
+    excludes never counts, so its attempts cannot run out. An uncharged error waits by the number of uncharged deliveries,
+    with the present delivery. A group of one error, as a handler's own task group raises it, means that error.
     """
     error = lone_error(error)
     if isinstance(error, (Reject, *_HOPELESS)):

@@ -10,8 +10,8 @@ One run of a loop has these tasks: one or two receivers, the slots, and the alar
   backlog if it waits for too long, and have the store asked whether it answers (``StoreHealth``). They are stopped last.
 
 Invariants: a message is claimed for a free slot, or because a slot will soon be free (``ClaimAhead`` in ``slots.py``). At most
-``concurrency`` handlers run at once, whatever the number of slots: there are more while some of them settle. If the concurrency
-is lowered, running handlers go on, and as many slots as are too many end when they would be idle. At most one
+``concurrency`` handlers run at once. There are more slots while some of them settle. If the concurrency is lowered, running
+handlers go on, and the surplus slots end when they would be idle. At most one
 receiver claims at a time, or two where the mailbox keeps the order of its calls. While the backlog is not empty, a slot is busy
 or has been woken. Deliveries whose handlers ended well may be acknowledged together: then some slot is on its way to
 :meth:`Worker._acknowledge`.
@@ -181,7 +181,7 @@ class Worker:
             delivery.cancel(Cause.SHUTDOWN)
 
     def set_concurrency(self, concurrency: int) -> None:
-        """Run at most ``concurrency`` handlers at once from now on. Those that run go on; what cannot begin is released."""
+        """Run at most ``concurrency`` handlers at once from now on. Running handlers go on; the surplus backlog is released."""
         if concurrency == self._slots.concurrency:
             return
         self._slots.resize(concurrency)
