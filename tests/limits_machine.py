@@ -23,7 +23,7 @@ DEAD = Dead("broken", "Error")
 class LimitsMachine(RuleBasedStateMachine):
     """Sends, claims and settles calls of two tasks with three keys, while their limits change.
 
-    What is claimed keeps the limits, and no message is lost.
+    Claims keep the limits, and no message is lost.
     """
 
     deliveries = Bundle("deliveries")

@@ -1,4 +1,4 @@
-"""``mainspring workers``: the loops of other processes, also of one that was killed."""
+"""``mainspring workers``: the loops of other processes, also of a killed process."""
 
 from __future__ import annotations
 

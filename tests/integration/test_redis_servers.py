@@ -198,7 +198,7 @@ async def test_what_was_sent_survives_the_kill_of_the_server(server, anyio_backe
 
 
 async def test_limits_and_permits_survive_the_kill_of_the_server(server, anyio_backend):
-    """What waits for a limit still waits, and a message in flight still has its permit."""
+    """Messages that wait for a limit still wait, and a message in flight still has its permit."""
     with place(server.url) as here:
         async with here.mailbox() as mailbox:
             await mailbox.backend.change_limits([LimitChange("t", TaskLimits(concurrency=1))])

@@ -1,4 +1,4 @@
-"""Lists of jobs: what is listed, by which filters, in pages; and what is dropped by the same filters."""
+"""Lists of jobs by filters, in pages, and the purge by the same filters."""
 
 from __future__ import annotations
 
@@ -456,7 +456,7 @@ async def test_bad_filters_are_refused_by_the_call(filters, says):
 
 
 class Limited(WrappedBackend):
-    """A backend that has none of what is new."""
+    """A backend without lists, edits and limits."""
 
     list_messages, replace_body = Backend.list_messages, Backend.replace_body
     change_limits, limits = Backend.change_limits, Backend.limits

@@ -106,7 +106,7 @@ def reschedule_jobs(words: Sequence[str], delay: float | None, at: datetime | No
 
 
 def edit_job(words: Sequence[str], as_json: bool) -> int:
-    """Give a job other arguments, or a message another body. The status is 1 where it does not wait."""
+    """Give a job other arguments, or a message another body. The status is 1 if it is not waiting."""
     mailbox, rest = mailbox_and_ids(words)
     if len(rest) != 2:
         raise UserError("edit: give the id of one job and a JSON value, behind the mailbox")

@@ -1,4 +1,4 @@
-"""What ``mainspring check`` says about the limits of tasks: what they are, and which of them cannot do what they say."""
+"""The part of ``mainspring check`` about limits of tasks: it prints them, and finds limits that cannot be reached."""
 
 from __future__ import annotations
 

@@ -72,9 +72,9 @@ def check_size(what: str, value: bytes, kind: type[SerializationError] = Seriali
 
 
 def as_stored(said: DataclassInstance) -> dict[str, Any]:
-    """Return the fields of a dataclass as JSON data, but for those that have their defaults.
+    """Return the fields of a dataclass as JSON data, without fields that have their defaults.
 
-    So a version without a newer field reads what does not need it.
+    So a version without a newer field can read values that do not use it.
     """
     data = asdict(said)
     return {field.name: data[field.name] for field in fields(said) if data[field.name] != field.default}

@@ -1,8 +1,8 @@
 """The workers of a mailbox, as its store knows them.
 
-Each run of a loop that claims from a mailbox keeps a record there (``worker/presence.py``): it writes it every ``TELL_EVERY``
-seconds, and deletes it at its end. The record of a process that was killed stays until its time is over. So a list of workers
-costs the store one write a loop in that time, and the messages nothing.
+Each run of a loop that claims from a mailbox keeps a record there (``worker/presence.py``). It writes the record every
+``TELL_EVERY`` seconds, and deletes it at its end. The record of a killed process stays until it expires. So a list of workers
+costs the store one write for each loop in that time, and messages cost nothing.
 """
 
 from __future__ import annotations

@@ -186,7 +186,7 @@ class Calls:
         self._news: anyio.Event | None = None
 
     def resize(self, workers: int) -> None:
-        """Let that many calls run at once from now on. Those that run go on, also where they are more."""
+        """Let that many calls run at once from now on. Running calls go on, also if they are more."""
         self._slots.total_tokens = workers
 
     @property

@@ -115,7 +115,7 @@ def parallel(
 
 
 def together(calls: Iterable[TaskCall], then: TaskCall | Chain | None, concurrency: int, tasks: Tasks | None) -> Chain:
-    """Return what :func:`parallel` does. ``tasks`` is the owner of the calls, where it is known although there may be none."""
+    """Return the same as :func:`parallel`. ``tasks`` is the owner of the calls, known also where there are none."""
     if not isinstance(calls, Iterable):
         raise InvalidParameterError(f"parallel takes calls, as [task.s(1), task.s(2)], not {calls!r:.100}")
     given = tuple(calls)

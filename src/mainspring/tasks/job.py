@@ -122,8 +122,8 @@ class Job(Generic[R]):
     async def edit(self, /, **arguments: Any) -> None:
         """Replace arguments of the call while it waits: for its time, for its turn, or for its next attempt. The others stay.
 
-        Its key, its priority and what ``unique`` made of the arguments stay those of the send. Of two edits at once, one may
-        undo the other. Cancelled, it may have taken place.
+        Its key, its priority and its ``unique`` key stay as they were sent. Of two edits at once, one may undo the other.
+        Cancelled, it may have taken place.
 
         :raises JobRunningError: a worker runs it now.
         :raises InvalidParameterError: the task has no such parameter.

@@ -1,7 +1,7 @@
 """The key and the weight of a call: whose share of the workers it takes, and which limits hold for it.
 
 The key is the name of a parameter, a function of the arguments, or a text that was given with the call. ``unique`` and
-``debounce`` go by it, too.
+``debounce`` also go by it.
 """
 
 from __future__ import annotations

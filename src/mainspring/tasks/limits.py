@@ -30,7 +30,7 @@ UNLIMITED = TaskLimits()
 
 @dataclass(frozen=True)
 class LimitOptions:
-    """What was given to :meth:`Tasks.task` about limits and shares, not checked yet."""
+    """The options of :meth:`Tasks.task` about limits and shares, not checked yet."""
 
     rate: Any = None
     concurrency: Any = None

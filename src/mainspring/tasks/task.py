@@ -382,7 +382,7 @@ class Task(Generic[P, R]):
         return await send_debounced(self, envelope, self.encode(arguments), key, debounce.wait)
 
     async def declare_limits(self) -> None:
-        """Let the store have the limits of the task before a first message of it."""
+        """Declare the limits of the task in the store before its first message."""
         if self.handling.is_limited and self.tasks.recording is None:
             await declare(self.tasks)
 

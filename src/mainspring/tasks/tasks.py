@@ -246,8 +246,8 @@ class Tasks:
         :param key_rate: how many calls of each key may begin in a time.
         :param key_concurrency: how many calls of each key run at once.
         :param ordered: True or ``"retry"``: of each key one call runs at once, in the order of the sends, and a call that waits
-            for its next attempt holds up the later ones. ``"running"``: only a running call does. ``"dead"``: a dead
-            letter does, too, until it is replayed and done, or purged.
+            for its next attempt holds up the later ones. ``"running"``: only a running call does. ``"dead"``: also a
+            dead letter does, until it is replayed and done, or purged.
         :param weight: how many calls of a key come in turn for one of weight 1: 0.01 to 100; or as ``key``, by the arguments.
         :param unique: a second call with the same key is not sent, and its job is that of the first: True: while the first is
             unfinished; ``"pending"``: until the first has begun; seconds, or a timedelta: for that long after its send.

@@ -1,4 +1,4 @@
-"""What a sender says of how one message is handled: headers that its worker heeds instead of its own settings."""
+"""The handling options that a sender gives one message: headers that its worker heeds instead of its own settings."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ HandlerOf: TypeAlias = "Callable[[T], Returned[R]] | Callable[[T, Context[Any]],
 
 
 class HandlerPool(Protocol):
-    """What functions run in that do not run on the event loop: an :class:`OffloadPool`, or those of several tasks."""
+    """The pool of functions that do not run on the event loop: an :class:`OffloadPool`, or the pools of several tasks."""
 
     async def __aenter__(self) -> Any: ...
 

@@ -1,8 +1,8 @@
 """``Presence``: says in its mailbox that a loop works on it, so that ``mailbox.workers()`` finds it.
 
 It writes a record as the loop starts, every 20 seconds, and a second after the loop was paused, resumed, told to stop or given
-another concurrency. It deletes the record as the loop ends. A write that fails is left out: the record of a loop whose store is
-away ends by itself, and is there again with the first write that succeeds.
+another concurrency. It deletes the record as the loop ends. A failed write is not repeated: during an outage of the store the
+record expires, and the next write that succeeds brings it back.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Presence:
         )
 
     async def _write(self, write: RecordWrite) -> bool:
-        """Return True if the store has said that it did it."""
+        """Return True if the store has confirmed it."""
         try:
             self._mailbox.check_open()
             await self._mailbox.backend.write_record(write)

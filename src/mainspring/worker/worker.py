@@ -407,7 +407,7 @@ class Worker:
         self._tasks.start_soon(self._release, self._take_youngest(count), scope, name=f"{self.name} release")
 
     def _release_ahead(self) -> None:
-        """Release what has no slot to begin in."""
+        """Release the deliveries that have no slot to begin in."""
         ahead = len(self._backlog) - max(0, self._room())
         if ahead > 0:
             self._release_soon(ahead)

@@ -1,4 +1,4 @@
-"""The limits of the in-memory queue under any sequence of calls: what is claimed keeps them, and no message is lost."""
+"""The limits of the in-memory queue under any sequence of calls: claims keep them, and no message is lost."""
 
 from __future__ import annotations
 

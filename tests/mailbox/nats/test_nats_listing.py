@@ -235,7 +235,7 @@ async def test_a_worker_that_has_not_heard_of_a_change_loses_the_lease(here, cha
 
 @pytest.mark.parametrize("delay", [0, HOUR], ids=["pending", "delayed"])
 async def test_an_edit_whose_process_dies_is_made_or_not(here, delay):
-    """It is one step: whatever dies before or behind it, the message is there once."""
+    """It is one step: if a process dies before or after it, the message is there once."""
     line = await here.line()
     names = here.names()
     replaced = f"{names.to_delayed if delay else names.to_queue}*"

@@ -220,7 +220,7 @@ async def test_a_message_of_a_writer_that_died_is_not_sent_again_once_it_has_lef
             line.refuses = True
             await anyio.sleep(0.12)
             await way(other, sent.message_id)
-            await other.backend.write_record(RecordWrite("test", "a", b"2"))  # which completes what is not complete
+            await other.backend.write_record(RecordWrite("test", "a", b"2"))  # it completes the open write
             assert await subjects(here, "mark.intent.*") == []
             await anyio.sleep(0.1)
             counts = await other.counts()

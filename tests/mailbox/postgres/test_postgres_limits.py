@@ -111,7 +111,7 @@ async def drain(mailbox):
 
 @pytest.mark.parametrize("seed", range(4))
 async def test_nothing_is_left_at_a_limiter(place, seed):
-    """Whatever happens to messages while their limits change, all of them can be done."""
+    """All messages can be done after any calls on them while their limits change."""
     rng = random.Random(seed)
     async with place.mailbox() as mailbox:
         in_flight, known = [], []
@@ -242,7 +242,7 @@ async def test_a_key_has_its_turn_among_messages_that_were_let_in(place):
 
 
 async def test_a_receive_waits_while_nothing_may_be_claimed(place):
-    """It makes no calls without end, whatever limits what is there."""
+    """It makes no calls without end, with any limits on the messages that are there."""
     async with place.mailbox() as mailbox:
         changes = (
             LimitChange(ALL_TASKS, paused=True),
@@ -321,7 +321,7 @@ anyio.run(main)
 
 @contextmanager
 def workers(place, count):
-    """Processes that do what is in the mailbox."""
+    """Processes that work on the messages of the mailbox."""
     command = [sys.executable, "-c", PROGRAM, place.url, place.schema]
     made = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(count)]
     try:

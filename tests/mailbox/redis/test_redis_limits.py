@@ -1,4 +1,4 @@
-"""Tasks and their limits on Redis: what is kept of them, that a call stays short, and that several processes keep them."""
+"""Tasks and their limits on Redis: their keys in the store, the length of a call, and several processes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def random_limits(rng) -> TaskLimits:
 
 @pytest.mark.parametrize("seed", range(3))
 async def test_no_permit_is_left_when_all_is_done(here, seed):
-    """Whatever happens to messages while their limits change, all of them can be done, and nothing is left of them."""
+    """All messages can be done after any calls on them while their limits change, and nothing is left of them."""
     rng = random.Random(seed)
     async with here.mailbox() as mailbox:
         in_flight, known = [], []
@@ -153,7 +153,7 @@ anyio.run(main)
 
 
 class Workers:
-    """Processes that do what is in a mailbox, and what they said: the first word of each line, then the others."""
+    """Processes that work on a mailbox, and their output: the first word of each line, then the other words."""
 
     def __init__(self, here, count: int) -> None:
         command = [sys.executable, "-c", PROGRAM, here.url, here.prefix + "jobs"]
@@ -244,7 +244,7 @@ async def test_processes_keep_a_rate(here):
 
 
 async def test_keys_take_turns_at_the_limiter_of_their_task(here):
-    """A new key is among the next, though what is before it waits for a permit of the task."""
+    """A new key is among the next, though earlier messages wait for a permit of the task."""
     async with here.mailbox() as mailbox:
         await limit(mailbox, concurrency=1)
         await send(mailbox, *(f"a{number}" for number in range(20)), key="a")
@@ -357,7 +357,7 @@ async def test_a_limit_of_many_keys_is_changed_in_short_calls(here):
 
 
 async def test_a_receive_waits_while_nothing_may_be_claimed(here):
-    """It makes no calls without end, whatever limits what is there."""
+    """It makes no calls without end, with any limits on the messages that are there."""
     async with here.mailbox() as mailbox:
         for limits in (LimitChange(ALL_TASKS, paused=True), LimitChange("t", paused=True)):
             await mailbox.backend.change_limits([limits])
@@ -394,7 +394,7 @@ async def waits_for(receive, got):
 
 
 async def test_a_rate_goes_on_while_a_receive_waits(here):
-    """Each claim, also one that is pushed, sets the instant of the next."""
+    """Each claim, also a pushed claim, sets the instant of the next."""
     async with here.mailbox(fallback_interval=3_600) as mailbox:
         await limit(mailbox, rate=Rate(1, 0.02))
         await send(mailbox, *range(4))
@@ -434,7 +434,7 @@ def prepared(mailbox, body="x", *, task="t", key=None):
 
 
 async def test_a_page_looks_at_some_messages_alone(here):
-    """A list of what is sent late, or of another place, comes in pages that may be empty."""
+    """A list from a late date on, or of another place, comes in pages that may be empty."""
     async with here.mailbox() as mailbox:
         await send(mailbox, *range(2_500))
         (late,) = await send(mailbox, "late", delay=600)
@@ -452,7 +452,7 @@ async def test_a_page_looks_at_some_messages_alone(here):
 
 
 async def test_pages_go_on_behind_a_message_that_is_gone(here):
-    """Through what is ready, and then what waits at limiters; messages of one score are in the order of their places."""
+    """First ready messages, then messages at limiters. Messages of one score are in the order of their places."""
     async with here.mailbox() as mailbox:
         await limit(mailbox, concurrency=2)
         ids = await send(mailbox, *range(5))

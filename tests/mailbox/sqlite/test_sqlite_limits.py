@@ -118,7 +118,7 @@ class StoredLimitsMachine(LimitsMachine):
 
     @invariant()
     def the_tables_agree(self) -> None:
-        """The limiters count the permits that messages have, and the mailbox those that wait at them."""
+        """The limiters count the permits that messages have, and the mailbox counts the messages that wait at limiters."""
         rows = self.queue.rows
         used: Counter[tuple[str, str]] = Counter()
         unclaimed: Counter[tuple[str, str]] = Counter()
@@ -256,7 +256,7 @@ async def test_keys_with_more_permits_than_are_allowed_now_count_claims_until_a_
 
 @pytest.mark.anyio
 async def test_a_message_without_a_task_is_written_by_the_statements_of_before(connections, mailbox):
-    """One for the message and one for its place; its columns are those that it always had."""
+    """A row for the message and a row for its place, with the same columns as before limits."""
     statements = []
     (connection,) = connections
     connection.exec_trace = lambda cursor, statement, values: statements.append(statement) or True

@@ -85,7 +85,7 @@ async def test_a_message_that_gets_its_permit_between_two_pages_is_not_left_out(
     await send(mailbox, *range(6))
     query = MessageQuery(MessagePlace.PENDING, 2)
     first = await mailbox.backend.list_messages(query)
-    assert bodies(first) == [1, 2], "those that wait at the limiter"
+    assert bodies(first) == [1, 2], "the messages at the limiter"
     await mailbox.backend.change_limits([LimitChange("t", TaskLimits(concurrency=9))])
     rest = await pages(mailbox, replace(query, after=first.after))
     assert {3, 4, 5, 0} <= {body for page in rest for body in page}

@@ -38,7 +38,7 @@ class MemoryDeadLetters:
         return [letter for _, letter in islice(found, limit)]
 
     def named(self, message_ids: list[str] | None) -> list[str]:
-        """Return the ids among these that are those of dead letters, once each; all (None)."""
+        """Return the ids among these that belong to dead letters, once each; all (None)."""
         if message_ids is None:
             return list(self._letters)
         return [message_id for message_id in dict.fromkeys(message_ids) if message_id in self._letters]
@@ -48,7 +48,7 @@ class MemoryDeadLetters:
         return [self._letters[message_id] for message_id in self.named(message_ids)]
 
     def take(self, message_ids: list[str] | None) -> Iterator[QueuedMessage]:
-        """Take out those of ``message_ids``, or all (None)."""
+        """Take out the dead letters of ``message_ids``, or all (None)."""
         for message_id in self.named(message_ids):
             yield self._letters.pop(message_id)[0]
 

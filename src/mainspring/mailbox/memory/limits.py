@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 KEY: Final = 1
 TASK: Final = 2
-"""Which permits a message has (:attr:`QueuedMessage.permits`): that of its key, and that of its task."""
+"""Which permits a message has (:attr:`QueuedMessage.permits`): of its key, and of its task."""
 
 SWEEP_FROM: Final = 1_024
-"""Keys below which those that have nothing to remember are not looked for."""
+"""Idle limiters of keys are dropped only above this number of keys."""
 
 
 class LimiterQueue:
@@ -177,7 +177,7 @@ class MemoryLimits:
                 del self.tasks[change.task]
 
     def states(self, in_flight: int) -> list[LimitState]:
-        """Return what is limited."""
+        """Return the limits of each task."""
         return [
             LimitState(
                 task.task,
@@ -237,7 +237,7 @@ class MemoryLimits:
         return most is None or queue.limiter.used - queue.limiter.unclaimed < most
 
     def claimed(self, entries: list[QueuedMessage], now: float) -> None:
-        """Let in those behind messages that were claimed: where there is a rate, it may be open for the next one."""
+        """Let in messages behind the claimed ones: the rate may be open for the next message."""
         for entry in entries:
             task = None if entry.task is None or not entry.permits else self.tasks.get(entry.task)
             if task is not None:
@@ -246,7 +246,7 @@ class MemoryLimits:
                         self.let_in(queue, now)
 
     def left(self, entry: QueuedMessage, now: float, *, was_claimed: bool, keeps: int = 0) -> None:
-        """End the permits of a message, but for that of ``keeps``, and let those behind it have them."""
+        """End the permits of a message except ``keeps``, and give them to the messages behind it."""
         task = None if entry.task is None or not entry.permits else self.tasks.get(entry.task)
         if task is None:
             return
@@ -272,7 +272,7 @@ class MemoryLimits:
             self.waiting -= 1
 
     def keeps(self, entry: QueuedMessage, least: Blocks) -> int:
-        """Return the permit that a message keeps which is tried again (RETRY) or dead (DEAD)."""
+        """Return the permit that a retried (RETRY) or dead (DEAD) message keeps."""
         task = None if entry.task is None else self.tasks.get(entry.task)
         blocks = Blocks.RUNNING if task is None else task.limits.blocks
         return KEY if blocks is Blocks.DEAD or blocks is least else 0

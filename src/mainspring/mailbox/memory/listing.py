@@ -1,4 +1,4 @@
-"""Lists of the unfinished messages of the in-memory queue, in the order in which they came. Made by the first look."""
+"""Lists of the unfinished messages of the in-memory queue, in the order in which they came. The first query makes them."""
 
 from __future__ import annotations
 

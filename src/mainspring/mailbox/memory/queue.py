@@ -522,7 +522,7 @@ class MemoryQueue:
         return taken
 
     def _put_back(self, taken: list[QueuedMessage], start: int, now: float) -> bool:
-        """Let those from ``start`` on wait at their limiters that may not be claimed. True if others may be taken instead."""
+        """Put entries from ``start`` on that may not be claimed back to their limiters. True if others may be taken instead."""
         admitted = []
         for entry in taken[start:]:
             limited = None if entry.task is None else self.limits.tasks.get(entry.task)
@@ -580,7 +580,7 @@ class MemoryQueue:
         self._dead_letter(entry, why, self.wall())
 
     def _end_permits(self, entry: QueuedMessage, now: float, *, keeps: int = 0) -> None:
-        """End the permits of an entry whose delivery has ended, or that kept the one of its key since its last delivery."""
+        """End the permits of an entry whose delivery has ended, or that kept the permit of its key since its last delivery."""
         if entry.task is not None and entry.permits:
             self.limits.left(entry, now, was_claimed=True, keeps=keeps)
 

@@ -1,8 +1,8 @@
 """Lists of the unfinished messages of a mailbox on NATS: a walk along the numbers of a stream.
 
-A stream has no index but its numbers and subjects. So each message is read, and those that are not wanted are left out here.
-The delayed messages are those in their stream. Of the queue, the numbers that the consumer has delivered are in flight, and the
-later ones pending, as :mod:`mainspring.mailbox.nats.lookup` tells them apart.
+A stream has no index but its numbers and subjects. So each message is read, and messages that do not fit are left out here.
+The delayed messages have a stream of their own. In the queue, the numbers that the consumer has delivered are in flight, and
+later numbers are pending, as :mod:`mainspring.mailbox.nats.lookup` tells them apart.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ async def list_messages(store: Store, claims: Claims, query: MessageQuery) -> Me
 async def _page(
     query: MessageQuery, store: Store, stream: str, after: int, last: float, see: See, first: Sequence[Stored] = ()
 ) -> MessagePage:
-    """Return what is wanted of ``first`` and of the messages of a stream behind the number ``after``, up to number ``last``."""
+    """Return the wanted messages among ``first`` and those of the stream behind the number ``after``, up to ``last``."""
     found: list[UnfinishedMessage] = []
     looked, width, block = 0, WIDEST, [*first]
     while True:

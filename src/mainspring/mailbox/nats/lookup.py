@@ -1,4 +1,4 @@
-"""What is done to a message on NATS by its id: it is found, cancelled, rescheduled or given another body, wherever it is.
+"""Find, cancel or reschedule a message on NATS by its id, or replace its body, in any place.
 
 A pending message can be claimed while it is changed, as the server knows no step that depends on the consumer. So the change is
 announced first: all mailbox objects hear its number. Then the consumer is asked. If it had delivered the message before, the
@@ -71,7 +71,7 @@ def _seen_delayed(there: Stored) -> UnfinishedMessage:
 
 
 def seen_queued(there: Stored, claims: Claims, delivered: int) -> UnfinishedMessage:
-    """Return what is known of a message in the queue. If another process holds it, only its number tells."""
+    """Return the state of a message in the queue. If another process holds it, only its number tells."""
     message = there.record.before_delivery()
     lease = claims.lease_of(there.sequence)
     if there.sequence > delivered or (lease is not None and lease.until <= anyio.current_time()):

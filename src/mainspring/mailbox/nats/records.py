@@ -250,10 +250,9 @@ class Records:
         _forget_oldest(self._completed)
 
     async def finish(self, messages: Iterable[StoredMessage]) -> None:
-        """Complete the writes with which messages were sent that are about to leave their place. Later no process sends them
-        again.
+        """Complete the writes that sent these messages before they leave their place, so that no process sends them again.
 
-        Where there is no room for all messages of a write, its intent stays.
+        If there is no room for all messages of a write, its intent stays.
         """
         names = {message.intent for message in messages if message.intent is not None}
         unknown = [name for name in names if name not in self._completed]

@@ -1,8 +1,8 @@
 """Transactions of plain handlers, each on a connection that only the handler's thread uses.
 
-The block runs in that thread, and so do all statements on its connection. What concerns the mailbox runs on the event loop: a
-settlement is noted there, and carried out by the thread at the end of the block. Nothing in the thread is cancelled: it is
-waited for, and its lease is renewed until it sends the settlement. No time limit but those of its connection holds.
+The block runs in that thread, and so do all statements on its connection. Calls of the mailbox run on the event loop: a
+settlement is noted there, and the thread carries it out at the end of the block. The thread is never cancelled: the loop waits
+for it, and renews the lease until the thread sends the settlement. Only the time limits of its connection hold.
 """
 
 from __future__ import annotations

@@ -201,7 +201,7 @@ async def _of_user(given: Any, timeout: float) -> AsyncIterator[UserConnection]:
 
 
 class LevelCheck:
-    """What is asked on a user's connection: whether it is to the store, and at which isolation level."""
+    """The query on a user's connection: whether it is to the store, and at which isolation level."""
 
     def __init__(self, schema: str, store: str) -> None:
         self._levels: list[tuple[Any, ...]] = []

@@ -126,7 +126,7 @@ def head_of(envelope: Envelope) -> bytes:
 
 
 def task_of(envelope: Envelope) -> bytes:
-    """Return what is kept of a message's task: weight and limiter, as ``lua/limits.lua`` says; nothing if it has none."""
+    """Return the stored form of a message's task: weight and limiter, as ``lua/limits.lua`` says; empty without a task."""
     if envelope.task is None:
         return b""
     key = b"t" if envelope.key is None else b"k" + named(envelope.key)
@@ -140,7 +140,7 @@ def named(name: str) -> bytes:
 
 
 def read_key(about: bytes | None) -> str | None:
-    """Return the key of a message from what is kept of its task, if it has one."""
+    """Return the key of a message from the stored form of its task, if it has a key."""
     if about is None:
         return None
     size, _, rest = about.split(b" ", 5)[5].partition(b":")

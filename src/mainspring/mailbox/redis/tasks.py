@@ -1,6 +1,6 @@
-"""What a Redis mailbox asks of its library of functions for tasks: lists, changed bodies, and limits.
+"""The commands of a Redis mailbox for tasks: lists, changed bodies, and limits.
 
-``lua/listing.lua`` and ``lua/limits.lua`` say how it is kept.
+``lua/listing.lua`` and ``lua/limits.lua`` describe the keys that hold them.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _change(_: FunctionCall, command: ChangeLimits) -> Iterator[Argument]:
 
 
 def _written(limits: TaskLimits) -> str:
-    """Return limits as ``lua/limits.lua`` says, from the concurrency that is declared on, but for what holds instead."""
+    """Return limits as ``lua/limits.lua`` says, from the declared concurrency on, without the changed concurrency."""
     numbers = (limits.concurrency, *_of_rate(limits.rate), limits.key_concurrency, *_of_rate(limits.key_rate))
     exact = [None if rate is None else (rate.limit, rate.per, rate.burst) for rate in (limits.rate, limits.key_rate)]
     return " ".join(

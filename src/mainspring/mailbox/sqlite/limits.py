@@ -1,9 +1,9 @@
-"""The limits of a mailbox file in one transaction: who gets permits, who waits, and when a limiter opens.
+"""The limits of a mailbox file in one transaction: which messages get permits or wait, and when a limiter opens.
 
-What they mean is said in :mod:`mainspring.mailbox.limiters`; here is where the state of a limiter is a row, and a message that
-waits at it another. A transaction reads each limiter that it needs once, and writes those it has changed once, as it ends. In
-between, permits that have ended are given on together, before the claims and at the end: at most :data:`AT_ONCE` in one
-transaction. Where that is not enough, the limiter is due at once, and the next transaction goes on.
+:mod:`mainspring.mailbox.limiters` says what limits mean. Here the state of a limiter is a row, and so is each message that
+waits at it. A transaction reads each limiter that it needs once, and writes each changed limiter once, as it ends. Ended
+permits are given on together, before the claims and at the end: at most :data:`AT_ONCE` in one transaction. If more are left,
+the limiter is due at once, and the next transaction goes on.
 
 A rate counts in POSIX seconds, so what it has spent outlasts a restart of the machine.
 """
@@ -175,7 +175,7 @@ class WorkLimits:
         return min(most, allowed - in_flight)
 
     def keeps(self, mailbox: int, call: Limitable | None, least: Blocks) -> int:
-        """Return the permit that a message keeps which is tried again (RETRY) or dead (DEAD)."""
+        """Return the permit that a retried (RETRY) or dead (DEAD) message keeps."""
         state = self.of_task(mailbox, call)
         blocks = Blocks.RUNNING if state is None else state.limits.blocks
         return KEY if blocks is Blocks.DEAD or blocks is least else 0
@@ -429,7 +429,7 @@ class WorkLimits:
         return many if limiter.most is None else min(many, limiter.most - limiter.used)
 
     def _let_in(self, limiter: StoredLimiter, rows: list[tuple[Any, ...]]) -> list[Entrant]:
-        """Give permits to messages that wait at a limiter, while it is open. Return those that go on."""
+        """Give permits to messages that wait at a limiter, while it is open. Return the messages that go on."""
         mailbox, task, _ = limiter.place
         state = self.of_mailbox(mailbox)[task]
         entrants = []
@@ -440,7 +440,7 @@ class WorkLimits:
             call = Limitable(task, limiter.key, None, permits | permit)
             if permit == TASK and state.limits.limits_keys and not permits & KEY:
                 call = Limitable(task, self._work.value(sql.KEY_OF, (seq,)), None, permits | permit)
-            if permit == TASK and call.key is not None:  # it may not hold the one permit while it waits for the other
+            if permit == TASK and call.key is not None:  # no permit of the task while it waits for that of the key
                 call = call._replace(permits=permits)
             else:
                 limiter.give()
@@ -558,7 +558,7 @@ class WorkLimits:
         self._changed.clear()
 
     def states(self, mailbox: int) -> list[LimitState]:
-        """Return what is limited."""
+        """Return the limits of each task."""
         self.flush()
         used = {task: (running, waiting) for task, running, waiting in self._work.rows(sql.USED_BY_TASK, (mailbox,))}
         in_flight = self._work.counts(mailbox)[2] + self._work.delta(mailbox).in_flight
@@ -579,7 +579,7 @@ def change_limits(work: UnitOfWork, commands: list[ChangeLimits]) -> None:
 
 
 def list_limits(work: UnitOfWork, commands: list[ListLimits]) -> None:
-    """List what is limited, with the permits that are out and the messages that wait."""
+    """List the limits of tasks, with the permits that are out and the messages that wait."""
     for command in commands:
         command.result = [] if work.limits is None else work.limits.states(command.mailbox)
 

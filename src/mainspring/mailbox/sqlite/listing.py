@@ -27,7 +27,7 @@ LOOK_AT: Final = 2_000
 
 
 class Walk(NamedTuple):
-    """A way along an index: its table, the columns that are equal for all entries, and those that give the order."""
+    """A way along an index: its table, the columns that are equal for all entries, and the columns of the order."""
 
     table: str
     equal: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""What is done to a message by its id: it is found, cancelled, rescheduled or changed, wherever it is."""
+"""Find, cancel, reschedule or change a message by its id, in any place."""
 
 from __future__ import annotations
 

@@ -274,7 +274,7 @@ def _lease(work: UnitOfWork, mailbox: int, limit: int, visibility: float) -> lis
 
 
 def _first_ready(work: UnitOfWork, mailbox: int, limit: int, statement: str = sql.FIRST_READY) -> list[tuple[Any, ...]]:
-    """Return the first messages in line, once those that have expired are out of it."""
+    """Return the first messages in line, once expired messages are out of it."""
     rows = work.rows(statement, (mailbox, limit))
     while expired := [row for row in rows if row[-1] is not None and row[-1] <= work.wall]:  # more than were swept
         for row in expired:
@@ -286,7 +286,7 @@ def _first_ready(work: UnitOfWork, mailbox: int, limit: int, statement: str = sq
 
 
 def _first_admitted(work: UnitOfWork, limits: WorkLimits, mailbox: int, limit: int) -> list[tuple[Any, ...]]:
-    """Return the first messages that may be claimed. Those before them that may not go back to their limiters."""
+    """Return the first messages that may be claimed. Earlier messages that may not be claimed go back to their limiters."""
     limit = limits.room(mailbox, limit)
     admitted: dict[int, tuple[Any, ...]] = {}
     is_short = limit > 0

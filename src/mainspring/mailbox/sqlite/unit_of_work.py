@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class CountDelta:
     """How many more (or fewer) messages of a mailbox are in each state.
 
-    ``gained`` counts the messages that became ready, whatever was claimed meanwhile: each is worth a wake-up. ``waiting``
-    counts those of the pending ones that wait at limiters, and are not ready.
+    ``gained`` counts the messages that became ready, also if they were claimed since: each is worth a wake-up. ``waiting``
+    counts the pending messages that wait at limiters, and are not ready.
     """
 
     __slots__ = ("dead", "delayed", "gained", "in_flight", "pending", "settled", "waiting")

@@ -42,14 +42,14 @@ def _bodies(messages: list[Message[Any, Any]]) -> list[Any]:
 
 @on_mailbox("limits")
 async def a_task_runs_no_more_than_its_concurrency(h: Harness, box: AnyMailbox) -> None:
-    """Of a task at most ``concurrency`` messages are in flight; the others wait, pending, and come as some are settled."""
+    """At most ``concurrency`` messages of a task are in flight. The others stay pending, and come as some are settled."""
     await _limit(box, concurrency=2)
     await _send(box, *range(5))
     await _send(box, "other", task="u")
     first = await _claim(box)
     equal(sorted(map(str, _bodies(first))), ["0", "1", "other"], "claimed at first")
     await h.counts(box, pending=3, in_flight=3)
-    await h.none(box, "the task has as many as it may")
+    await h.none(box, "the task is at its concurrency")
     await first[0].acknowledge()
     (third,) = await _claim(box)
     equal((third.body, third.delivery_count, third.attempt), (2, 1, 1), "the third, as it was never delivered")
@@ -60,7 +60,7 @@ async def a_task_runs_no_more_than_its_concurrency(h: Harness, box: AnyMailbox) 
 
 @on_mailbox("limits")
 async def a_waiting_claim_wakes_when_a_limit_allows(h: Harness, box: AnyMailbox) -> None:
-    """A receive that waits gets a message as soon as another one's settlement, or a wider limit, lets it."""
+    """A waiting receive gets a message as soon as a settlement or a wider limit allows it."""
     await _limit(box, concurrency=1)
     await _send(box, "a", "b", "c")
     (first,) = await _claim(box)
@@ -74,7 +74,7 @@ async def a_waiting_claim_wakes_when_a_limit_allows(h: Harness, box: AnyMailbox)
 
 @on_mailbox("limits")
 async def each_key_has_its_own_concurrency(h: Harness, box: AnyMailbox) -> None:
-    """With a concurrency of keys, each key of the task runs that many; a call without a key is not limited by it."""
+    """With a concurrency of keys, each key of the task runs that many. It does not limit a call without a key."""
     await _limit(box, key_concurrency=1)
     for key in ("a", "b"):
         await _send(box, f"{key}1", f"{key}2", key=key)
@@ -90,7 +90,7 @@ async def each_key_has_its_own_concurrency(h: Harness, box: AnyMailbox) -> None:
 
 @on_mailbox("limits")
 async def a_key_and_its_task_both_limit(h: Harness, box: AnyMailbox) -> None:
-    """Where a task and its keys are limited, both limits hold, and a key that must wait does not hold up another one."""
+    """With limits of a task and of its keys, both hold, and a waiting key does not hold up another key."""
     await _limit(box, concurrency=2, key_concurrency=1)
     await _send(box, "a1", "a2", "a3", key="a")
     await _send(box, "b1", key="b")
@@ -116,12 +116,12 @@ async def a_rate_spreads_the_claims(h: Harness, box: AnyMailbox) -> None:
     with h.takes(interval, "the wait for the rate") if h.virtual else nullcontext():
         equal((await h.one(box, wait=h.wait, lease=LEASE)).body, 1, "after an interval")
     await h.pass_time(10 * interval)
-    equal(_bodies(await _claim(box)), [2], "however long it took: one")
+    equal(_bodies(await _claim(box)), [2], "a single message after the wait")
 
 
 @on_mailbox("limits")
 async def a_burst_may_begin_at_once(h: Harness, box: AnyMailbox) -> None:
-    """A rate with a burst lets that many begin at once, also when no worker came for long."""
+    """A rate with a burst lets ``burst`` messages begin at once, also after a long time without claims."""
     await _limit(box, rate=Rate(100, 100 * LEASE, burst=3))
     await _send(box, *range(10))
     await h.pass_time(h.short)
@@ -188,7 +188,7 @@ async def an_expired_lease_keeps_the_order_of_its_key(h: Harness, box: AnyMailbo
     async with h.ending(h.short):
         await h.one(box, lease=h.short)
     again = await h.one(box, lease=LEASE, wait=h.patience)
-    equal((again.body, again.delivery_count), (0, 2), "the one whose lease ended")
+    equal((again.body, again.delivery_count), (0, 2), "the message whose lease ended")
     await again.acknowledge()
     equal(_bodies(await _claim(box)), [1], "then the next")
 
@@ -216,7 +216,7 @@ async def a_dead_letter_blocks_its_key_where_it_is_to(h: Harness, box: AnyMailbo
 
 @on_mailbox("limits")
 async def keys_take_turns(h: Harness, box: AnyMailbox) -> None:
-    """A key with much to do does not hold up another: the message of a new key is among the next."""
+    """A key with many messages does not hold up another: the message of a new key is among the next."""
     await _send(box, *(f"a{n}" for n in range(50)), key="a")
     begun = await _claim(box, 5)
     equal(_bodies(begun), [f"a{n}" for n in range(5)], "while there is one key")
@@ -231,7 +231,7 @@ async def keys_take_turns(h: Harness, box: AnyMailbox) -> None:
 
 @on_mailbox("limits")
 async def keys_take_turns_at_the_limiter_of_their_task(h: Harness, box: AnyMailbox) -> None:
-    """Also where the messages of a key wait for a permit of the task, a new key is among the next."""
+    """A new key is among the next, also while the messages of another key wait for a permit of the task."""
     await _limit(box, concurrency=1)
     await _send(box, *(f"a{n}" for n in range(50)), key="a")
     (message,) = await _claim(box)
@@ -269,7 +269,7 @@ async def messages_without_a_task_keep_their_order(h: Harness, box: AnyMailbox) 
 
 @on_mailbox("limits")
 async def a_paused_task_waits(h: Harness, box: AnyMailbox) -> None:
-    """A paused task has nothing claimed, also what was sent before; it goes on in its order when it is resumed."""
+    """No message of a paused task is claimed, also if it was sent before. A resumed task goes on in its order."""
     await _send(box, *range(3))
     (first,) = await _claim(box, 1)
     await _send(box, "other", task="u")
@@ -286,7 +286,7 @@ async def a_paused_task_waits(h: Harness, box: AnyMailbox) -> None:
 
 @on_mailbox("limits")
 async def a_paused_mailbox_waits(h: Harness, box: AnyMailbox) -> None:
-    """Of a paused mailbox nothing is claimed, and all goes on when it is resumed; sends and settlements go on."""
+    """No message of a paused mailbox is claimed until it is resumed. Sends and settlements go on."""
     await box.send_many(["a", "b"])
     (first,) = await _claim(box, 1)
     await box.backend.change_limits([LimitChange(ALL_TASKS, paused=True)])
@@ -302,13 +302,13 @@ async def a_paused_mailbox_waits(h: Harness, box: AnyMailbox) -> None:
 
 @on_mailbox("limits")
 async def a_mailbox_has_a_concurrency(h: Harness, box: AnyMailbox) -> None:
-    """The concurrency of the whole mailbox limits what is in flight, whatever tasks it is of; a wait ends as there is room."""
+    """The concurrency of the whole mailbox limits the messages in flight of all tasks. A receive goes on as there is room."""
     await box.backend.change_limits([LimitChange(ALL_TASKS, TaskLimits(concurrency=2))])
     await box.send("a")
     await _send(box, "b", "c")
     first = await _claim(box)
-    equal(sorted(_bodies(first)), ["a", "b"], "as many as may be in flight")
-    await h.none(box, "the mailbox has as many in flight as it may")
+    equal(sorted(_bodies(first)), ["a", "b"], "the concurrency of the mailbox")
+    await h.none(box, "the mailbox is at its concurrency")
     async with h.waiting(box, 1) as received:
         await first[0].acknowledge()
     equal(_bodies([message for each in received for message in each]), ["c"], "as there was room")
@@ -316,7 +316,7 @@ async def a_mailbox_has_a_concurrency(h: Harness, box: AnyMailbox) -> None:
 
 @on_mailbox("limits")
 async def a_narrower_limit_holds_for_what_waits(h: Harness, box: AnyMailbox) -> None:
-    """A limit that is declared or narrowed later holds for messages that were sent before; one taken back does not."""
+    """A limit that is declared or narrowed later holds for messages sent before. A limit that is taken back does not."""
     await _send(box, *range(6))
     await _limit(box, concurrency=3)
     first = await _claim(box)
@@ -347,7 +347,7 @@ async def a_narrower_limit_of_keys_holds_for_what_waits(h: Harness, box: AnyMail
 
 @on_mailbox("limits")
 async def permits_are_got_in_one_order(h: Harness, box: AnyMailbox) -> None:
-    """Messages of one key do not wait for each other for ever, however the limits change while they wait."""
+    """Messages of one key never wait for each other for ever when limits change while they wait."""
     await _limit(box, key_concurrency=1)
     await _send(box, *range(3), key="k")
     await _limit(box)
@@ -368,7 +368,7 @@ async def permits_are_got_in_one_order(h: Harness, box: AnyMailbox) -> None:
 
 @on_mailbox("limits", "cancel", "reschedule", "lookup")
 async def a_retry_that_is_moved_keeps_its_key(h: Harness, box: AnyMailbox) -> None:
-    """A message that waits for its next attempt and blocks its key does so when it is moved, until it is cancelled."""
+    """A message that waits for its next attempt blocks its key, also after a reschedule, until it is cancelled."""
     await _limit(box, key_concurrency=1, blocks=Blocks.RETRY)
     await _send(box, 0, 1, key="k")
     (first,) = await _claim(box)
@@ -377,7 +377,7 @@ async def a_retry_that_is_moved_keeps_its_key(h: Harness, box: AnyMailbox) -> No
     await h.none(box, "the retry blocks its key")
     await box.backend.reschedule(first.id, 0)
     (again,) = await _claim(box)
-    equal(again.body, 0, "the one that was moved to now")
+    equal(again.body, 0, "the message that was moved to now")
     await again.nack(delay=1_000)
     await box.cancel(first.id)
     equal(_bodies(await _claim(box)), [1], "after the cancellation")
@@ -385,18 +385,20 @@ async def a_retry_that_is_moved_keeps_its_key(h: Harness, box: AnyMailbox) -> No
 
 @on_mailbox("limits", "cancel", "reschedule", "lookup")
 async def a_message_that_waits_at_a_limit_is_like_any_other(h: Harness, box: AnyMailbox) -> None:
-    """It is found as pending, can be cancelled, moved and purged, and dies of its age; its permit is free for others."""
+    """A message that waits at a limiter is pending. It can be cancelled, moved, purged, and expire. Its permit is free."""
     await _limit(box, concurrency=1, key_concurrency=1)
     ids = await _send(box, *range(5), key="k")
     (old,) = await _send(box, "old", key="k", expires_in=h.short)
     (found,) = await box.backend.find([ids[1]])
     equal((found.place, found.message.body is not None, found.key), (MessagePlace.PENDING, True, "k"), "as it is found")
-    equal(await box.cancel(ids[1]), CancelOutcome.REMOVED, "a cancellation of one that waits")
-    equal(await box.backend.reschedule(ids[2], 1_000), RescheduleOutcome.RESCHEDULED, "one that waits is moved")
-    equal(await box.cancel(ids[0]), CancelOutcome.REMOVED, "a cancellation of one that is ready")
+    equal(await box.cancel(ids[1]), CancelOutcome.REMOVED, "a cancellation of a waiting message")
+    equal(
+        await box.backend.reschedule(ids[2], 1_000), RescheduleOutcome.RESCHEDULED, "a reschedule of a waiting message"
+    )
+    equal(await box.cancel(ids[0]), CancelOutcome.REMOVED, "a cancellation of a ready message")
     (third,) = await _claim(box)
     equal(third.body, 3, "the next, as the first were cancelled and moved")
-    equal(await box.cancel(third.id), CancelOutcome.CANCELLED, "a cancellation of one in flight")
+    equal(await box.cancel(third.id), CancelOutcome.CANCELLED, "a cancellation of a message in flight")
     (fourth,) = await _claim(box)
     equal(fourth.body, 4, "the next")
     await h.pass_time(h.short)
@@ -410,7 +412,7 @@ async def a_message_that_waits_at_a_limit_is_like_any_other(h: Harness, box: Any
 
 @on_mailbox("limits")
 async def limits_are_listed(h: Harness, box: AnyMailbox) -> None:
-    """What was declared, paused or changed is told with the permits that are out and the messages that wait."""
+    """``limits()`` returns the declared, paused and changed limits, the permits that are out and the waiting messages."""
     equal(await box.backend.limits(), [], "of a new mailbox")
     limits = TaskLimits(2, Rate(5, 60, 2), 1, Rate(1, 10), Blocks.RETRY)
     await box.backend.change_limits([LimitChange("t", limits), LimitChange("u", paused=True)])
@@ -429,7 +431,7 @@ async def limits_are_listed(h: Harness, box: AnyMailbox) -> None:
 
 @on_mailbox("limits", "priority")
 async def priorities_hold_within_limits(h: Harness, box: AnyMailbox) -> None:
-    """Of messages that wait at a limiter, one of a higher priority comes first."""
+    """A waiting message of a higher priority passes a limiter first."""
     await _limit(box, concurrency=1)
     await _send(box, "first")
     messages = await _claim(box)
@@ -447,7 +449,7 @@ async def priorities_hold_within_limits(h: Harness, box: AnyMailbox) -> None:
 
 @on_mailbox("limits", "durable")
 async def permits_outlive_the_mailbox_object(h: Harness, box: AnyMailbox) -> None:
-    """Limits, permits and what waits are kept while no process has the mailbox open."""
+    """Limits, permits and waiting messages are kept while no process has the mailbox open."""
     async with h.open("kept") as before:
         await _limit(before, concurrency=1)
         await _send(before, "a", "b")

@@ -56,7 +56,7 @@ async def messages_are_listed_where_they_are(h: Harness, box: AnyMailbox) -> Non
             equal(replace(found, due_at=None), replace(same, due_at=None), "the same as by its id")
     (found,) = await _all(box, MessageQuery(PENDING, 10))
     equal((found.key, found.message.headers, found.priority), ("k", {"h": "1"}, priority), "as sent")
-    check(done not in _ids([*await _all(box, MessageQuery(PENDING, 10))]), "one that is done is listed")
+    check(done not in _ids([*await _all(box, MessageQuery(PENDING, 10))]), "a done message is listed")
 
 
 @on_mailbox("listing")
@@ -132,7 +132,7 @@ async def a_list_of_nothing_is_empty(h: Harness, box: AnyMailbox) -> None:
 
 @on_mailbox("edit")
 async def a_body_is_replaced(h: Harness, box: AnyMailbox) -> None:
-    """A message that waits can have another body; its counts and all else stay, and its place where that can be."""
+    """The body of a waiting message is replaced. Its counts and all else stay, with ``front_return`` its place as well."""
     first = await _send(box, "old", headers={"h": "1"})
     await _send(box, "second")
     later = await _send(box, "later", delay=h.short)
@@ -152,7 +152,7 @@ async def a_body_is_replaced(h: Harness, box: AnyMailbox) -> None:
     equal((messages[0].id, messages[0].headers), (first, {"h": "1"}), "the rest of it")
     equal(await box.backend.replace_body(first, body("late")), RescheduleOutcome.IN_FLIGHT, "of one in flight")
     await messages[0].acknowledge()
-    equal(await box.backend.replace_body(first, body("late")), RescheduleOutcome.UNKNOWN, "of one that is done")
+    equal(await box.backend.replace_body(first, body("late")), RescheduleOutcome.UNKNOWN, "a body for a done message")
     equal((await h.one(box, wait=h.patience)).body, "new later", "the delayed one")
 
 
