@@ -141,9 +141,9 @@ async def test_what_was_sent_survives_the_servers_kill(server):
     [
         ("orders.py", "psycopg", "shipped 1 times\n"),
         ("shop.py", "asyncpg", "shipped 1 times\n"),
-        ("plain_shop.py", "psycopg2", "1 order, 1 message\n"),
+        ("plain_shop.py", "psycopg2", "1 order, 1 message\nshipped 1 times\n"),
         ("asyncpg_shop.py", "asyncpg", "shipped 1 times\n"),
-        ("django_shop.py", "django", "2 calls\n"),
+        ("django_shop.py", "django", "2 calls\nshipped 2\n"),
     ],
 )
 async def test_the_examples_of_the_how_to(postgres_url, tmp_path, name, needs, prints):

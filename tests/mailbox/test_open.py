@@ -8,7 +8,8 @@ import traceback
 
 import pytest
 
-from mainspring import ConfigError, Mailbox, MailboxConnectionError, MailboxError, MailboxFullError, open_mailbox
+from mainspring import ConfigError, MailboxConnectionError, MailboxError, MailboxFullError, open_mailbox
+from mainspring.mailbox.life_cycle import MailboxLifeCycle
 from mainspring.mailbox.memory.mailbox import InMemoryMailbox
 from mainspring.mailbox.nats.mailbox import NatsMailbox
 from mainspring.mailbox.postgres.mailbox import PostgresMailbox
@@ -274,6 +275,6 @@ def check_brief(error):
     """Below the caller's own lines it prints one of the mailbox; what caused it is kept."""
     printed = traceback.format_exception(error)
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    assert [file for file in files if file != __file__] == [inspect.getfile(Mailbox)]
+    assert [file for file in files if file != __file__] == [inspect.getfile(MailboxLifeCycle)]
     assert len(printed) == len(files) + 2, "".join(printed)  # the heading, the frames, the error
     assert error.__context__ is not None

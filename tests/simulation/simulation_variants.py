@@ -267,7 +267,11 @@ def a_loop_handles_more_than_its_concurrency() -> Given:
     class Eager(MainLoop):
         def __init__(self, *given: Any, concurrency: int = 1, **options: Any) -> None:
             super().__init__(*given, concurrency=concurrency + 2, **options)
-            self.concurrency = concurrency
+            self.said = concurrency
+
+        @property
+        def concurrency(self) -> int:
+            return self.said
 
     return {"build": partial(bursts, kind=Eager)}
 

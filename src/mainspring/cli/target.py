@@ -83,6 +83,8 @@ def _split(target: str) -> tuple[str, str]:
         )
     if "/" in name or name.endswith(".py"):
         dotted = name.removesuffix(".py").strip("./").replace("/", ".")
+        if "@" in target:  # a URL without its colon, and maybe with a password
+            raise UserError(f"{target!r} is neither MODULE:ATTR nor a URL; write a URL as sqlite:///jobs.db?name=jobs")
         raise UserError(f"{target!r} names a file; write the module's name instead: {dotted}:{attribute}")
     return name, attribute
 

@@ -143,7 +143,7 @@ class QueueMachine(RuleBasedStateMachine):
     def discard(self, count: int) -> None:
         now = self.tick()
         chosen = self.dead_at(now)[:count]
-        assert self.queue.purge_dead(chosen) == self.model.discard(chosen, now)
+        assert self.queue.purge_dead(chosen, now) == self.model.discard(chosen, now)
 
     def dead_at(self, now: float) -> list[str]:
         """What has died until now, in order: both choose by that."""
