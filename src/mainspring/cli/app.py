@@ -309,7 +309,8 @@ def jobs(
     search: _Search = None,
     limit: Annotated[int, typer.Option(min=0, help="List at most this number; 0: all.")] = 100,
     after: Annotated[
-        str | None, typer.Option(metavar="POSITION", help="Go on where a list ended: what it printed, or a position.")
+        str | None,
+        typer.Option(metavar="POSITION", help="Go on behind the printed end of a list, or a job's position."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,
 ) -> int:

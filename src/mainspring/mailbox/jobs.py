@@ -116,7 +116,7 @@ class JobStatus:
     key: str | None = None
     """The key of the call, by which calls have their turns and limits."""
     chain: str | None = None
-    """The id of the chain that the call is a part of. A chain that is listed as a job has its own id here, too."""
+    """The id of the chain that the call is a part of. For a chain that is listed as a job it is the chain's own id."""
     position: str | None = None
     """In a list of jobs: what :meth:`Mailbox.jobs` takes as ``after`` to list those behind this one."""
 

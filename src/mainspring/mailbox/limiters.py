@@ -78,7 +78,7 @@ class LimitChange:
     """What the code says. For the whole mailbox, only its concurrency counts."""
     paused: bool | None = None
     concurrency: int | None = None
-    """What holds instead of the declared concurrency of the task; 0: the declared one again."""
+    """The concurrency that overrides the declared one of the task; 0 ends the override."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +87,10 @@ class LimitState:
 
     task: str
     limits: TaskLimits
-    """What was declared last."""
+    """The limits that were declared last."""
     paused: bool = False
     concurrency: int | None = None
-    """What holds instead of the declared concurrency, or None."""
+    """The concurrency that overrides the declared one, or None."""
     running: int = 0
     """Permits of the task that are out: messages that are ready or in flight. Of the whole mailbox, those in flight."""
     waiting: int = 0

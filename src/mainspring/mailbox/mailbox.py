@@ -767,7 +767,7 @@ class Mailbox(MailboxLifeCycle, Generic[T, R]):
 
 
 def _limited(call: str, task: str | None) -> str:
-    """Return what a change of limits names: a task, or the whole mailbox."""
+    """Return the subject of a change of limits: a task, or the whole mailbox."""
     if task is None:
         return ALL_TASKS
     if not is_task_name(task):

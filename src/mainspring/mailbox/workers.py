@@ -39,7 +39,7 @@ class WorkerState(StrEnum):
     RUNNING = "running"
     PAUSED = "paused"
     DRAINING = "draining"
-    """It takes no new work, and ends with what it has in hand."""
+    """It takes no new work, and ends with the messages in hand."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,9 +41,9 @@ class LimitOptions:
     weight: Any = None
 
     def checked(self, name: str, key: Any, mailbox: Mailbox[Any, Any]) -> TaskLimits:
-        """Return what they mean.
+        """Return the limits that the options mean.
 
-        :raises ConfigError: one cannot be, needs a key and there is none, or the mailbox keeps no limits.
+        :raises ConfigError: an option is invalid or lacks its key, or the mailbox keeps no limits.
         """
         said = [field.name for field in fields(self) if getattr(self, field.name) not in (None, False)]
         if said:

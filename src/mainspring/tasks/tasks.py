@@ -234,7 +234,7 @@ class Tasks:
         the message. Put it first, so that type checkers know that callers leave it out.
 
         :param name: how messages name it; the function's name by default. Keep the name when the function is renamed.
-        :param aliases: former names, as ``["email"]``: their calls are run, too. Limits hold for each name by itself.
+        :param aliases: former names, as ``["email"]``: their calls also run here. Limits hold for each name by itself.
         :param retry: how long a failed call waits before it is tried again.
         :param dead_letter: when a call is given up.
         :param timeout: seconds after which the function is cancelled, as a failed attempt.

@@ -185,9 +185,9 @@ class Context(Generic[Resources]):
         that database, such as an ``AsyncSession`` of SQLAlchemy. The block begins it, if the session has not, and ends it.
 
         A plain ``def`` handler writes ``with ctx.transaction(session):``, with a ``Session`` of SQLAlchemy, a connection of
-        psycopg or psycopg2, or Django's. Only its thread uses that. What it settles in the block, as by
-        ``anyio.from_thread.run(ctx.message.reply, result)``, is settled at the end of the block. A handler that is cancelled
-        meanwhile still commits what it ends.
+        psycopg or psycopg2, or Django's. Only its thread uses that. A settlement in the block, as by
+        ``anyio.from_thread.run(ctx.message.reply, result)``, takes place at the end of the block. A handler that is cancelled
+        meanwhile still commits a block that it ends.
 
         :raises ConfigError: ``with`` in an async handler, or in a plain one without a session.
         """

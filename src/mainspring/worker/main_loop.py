@@ -85,7 +85,7 @@ class MainLoop:
     resources: Any = NO_RESOURCES
     """What its handlers get as ``ctx.resources``; a group sets it for as long as it runs."""
     handlers: Handlers | Handler
-    """What its messages are handled by."""
+    """The handler of its messages."""
     group: str | None = None
     """The name of the group that runs it; a group sets it for as long as it runs."""
 

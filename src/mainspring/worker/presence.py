@@ -52,7 +52,7 @@ class Presence:
         self._is_told = False
 
     def change(self) -> None:
-        """Write the record soon, as what it says has changed."""
+        """Write the record soon, as its values have changed."""
         self._timer.wake_by(self._clock() + TELL_CHANGES_IN)
 
     async def run(self) -> None:

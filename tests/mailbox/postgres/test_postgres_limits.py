@@ -101,7 +101,7 @@ async def end(message, rng):
 
 
 async def drain(mailbox):
-    """Do all there is, dead letters too."""
+    """Do all messages, also the dead letters."""
     with anyio.fail_after(30):
         while (counts := await mailbox.counts()) != Counts(settled=counts.settled):
             await mailbox.replay_dead_letters()

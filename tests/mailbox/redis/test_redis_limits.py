@@ -120,7 +120,7 @@ async def end(message, rng):
 
 
 async def drain(mailbox):
-    """Do all there is, dead letters too."""
+    """Do all messages, also the dead letters."""
     with anyio.fail_after(20):
         while (await mailbox.counts()) != Counts(settled=(await mailbox.counts()).settled):
             await mailbox.replay_dead_letters()

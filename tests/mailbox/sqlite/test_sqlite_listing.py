@@ -41,7 +41,7 @@ async def pages(mailbox, query):
 
 
 async def test_each_page_goes_along_an_index(connections, mailbox):
-    """Beside it only what was given is gone through, and the leases, which are few. Nothing is put into another order."""
+    """Beside the index it scans only the given rows, and the leases, which are few. It sorts nothing."""
     await send(mailbox, *range(9), key="k")
     await mailbox.receive(max_messages=3)
     await send(mailbox, *range(9), key="k", delay=1_000)

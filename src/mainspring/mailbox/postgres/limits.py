@@ -1,4 +1,4 @@
-"""Turn changes of limits into what the server takes, and what it tells of limits into their states."""
+"""Encode changes of limits for the server, and decode its rows into states of limits."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def _leave(transactions: HandlerTransactions, message: Message[Any, Any], this: 
     del transactions.under_way[message.receipt_handle]
     if ended:
         return
-    message.settlement = None  # if it was settled, then in what was rolled back
+    message.settlement = None  # a settlement was rolled back with the block
     if this.sent and this.connection.closed:
         transactions.mark_uncertain(message.receipt_handle)
 

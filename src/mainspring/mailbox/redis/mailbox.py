@@ -393,7 +393,7 @@ class RedisBackend(BatchedBackend):
         return await self._readable(await self.call(Find(list(dict.fromkeys(message_ids)))))
 
     async def _readable(self, found: list[UnfinishedMessage]) -> list[UnfinishedMessage]:
-        """Fetch the bodies that are kept apart. A message whose body is gone is left out: it is gone, too."""
+        """Fetch the bodies that are kept apart. Leave out a message whose body is gone: the message is gone as well."""
         apart = [one.message for one in found if one.message.body is None]
         if not apart:
             return found

@@ -15,8 +15,8 @@ claim that no caller has received.
 Records are rows beside the messages, and results are written in the transaction of their acknowledgements. Other processes are
 told of them as of cancelled messages.
 
-Limits, the permits that are out and the messages that wait for one are rows too, and change in the transaction of what changes
-them (:mod:`~mainspring.mailbox.sqlite.limits`). The instant at which a rate opens is one of those for which receives are woken.
+Limits, the permits that are out and the messages that wait for permits are rows. They change in the transaction of the call
+that changes them (:mod:`~mainspring.mailbox.sqlite.limits`). Receives also wake at the instant at which a rate opens.
 
 Leases end by the clock since boot, and with the boot: a changed date does not touch them. Delays, expiries and what rates have
 spent are dates.

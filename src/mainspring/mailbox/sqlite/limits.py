@@ -92,13 +92,13 @@ class StoredLimiter(Limiter):
         return self.most is None or self.used - self.unclaimed < self.most
 
     def read(self, used: int, unclaimed: int, spent: float | None, waiting: int, due: float | None, idle: Any) -> None:
-        """Take over what its row holds."""
+        """Take over the values of its row."""
         self.used, self.unclaimed, self.waiting, self.due = used, unclaimed, waiting, due
         self.spent_until = -math.inf if spent is None else spent
         self.row = (used, unclaimed, spent, waiting, due, idle)
 
     def values(self, now: float) -> tuple[Any, ...] | None:
-        """Return what its row is to hold; None if it has nothing to remember."""
+        """Return the values of its row; None if it has nothing to remember."""
         if not self.waiting and self.is_idle(now):
             return None
         spent = None if self.spent_until == -math.inf else self.spent_until
@@ -497,7 +497,7 @@ class WorkLimits:
     # ------------------------------------------------------------------------------------------------------- changes
 
     def change(self, mailbox: int, changes: list[LimitChange]) -> None:
-        """Change limits. What waits at a limiter of a changed task becomes ready if it may."""
+        """Change limits. Messages that wait at a limiter of a changed task become ready if they may."""
         work = self._work
         for change in changes:
             before = self.of_mailbox(mailbox).get(change.task) or StoredLimits(change.task, TaskLimits())

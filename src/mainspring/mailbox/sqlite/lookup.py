@@ -41,7 +41,7 @@ def find(work: UnitOfWork, commands: list[Find]) -> None:
 
 
 def unfinished(row: tuple[Any, ...], spot: Spot) -> UnfinishedMessage:
-    """Return what a row of ``messages`` and its spot say."""
+    """Return the message of a row of ``messages`` and its spot."""
     _, rank, _, _, key, name, body, deliveries, attempts, sent, first, reply_to, headers, checkpoint, history = row
     if spot.place is MessagePlace.IN_FLIGHT:
         deliveries, attempts, first = deliveries + 1, attempts + 1, first or spot.at

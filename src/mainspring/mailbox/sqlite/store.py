@@ -431,7 +431,7 @@ def _take(work: UnitOfWork, mailbox: int, delivery: ClaimedMessage, command: Com
 
 
 def _end_permits(work: UnitOfWork, mailbox: int, held: tuple[Any, ...], keeps: Blocks | int = 0) -> Limitable | None:
-    """End the permits of a delivery that is over, but for what it ``keeps``, or keeps by what blocks its key."""
+    """End the permits of a delivery that is over, except the permit that it ``keeps``, also by :attr:`TaskLimits.blocks`."""
     call = Limitable.of(*held[-4:])
     if work.limits is None:
         return call

@@ -391,7 +391,7 @@ def expire(work: UnitOfWork, limit: int) -> None:
 
 
 def _kept_by_dead(work: UnitOfWork, mailbox: int, call: Limitable | None) -> int | None:
-    """End the permits of a message that was to be tried again and has expired. Return what it keeps as a dead letter."""
+    """End the permits of a message that expired before its next attempt. Return the permits that it keeps as a dead letter."""
     if call is None or work.limits is None:
         return None
     keeps = work.limits.keeps(mailbox, call, Blocks.DEAD)
