@@ -56,15 +56,6 @@ class LimiterQueue:
                 heapify(line)
             self._gone = 0
 
-    def first(self) -> QueuedMessage | None:
-        """Return the message that is next, or None."""
-        for priority in sorted(self._lines, reverse=True) if len(self._lines) > 1 else tuple(self._lines):
-            entry = self.first_of(priority)
-            if entry is not None:
-                return entry
-            del self._lines[priority]
-        return None
-
     def first_of(self, priority: int) -> QueuedMessage | None:
         """Return the message of a priority that is next, or None. Drop what has left before it."""
         line = self._lines.get(priority)
@@ -77,12 +68,17 @@ class LimiterQueue:
         return None
 
     def take(self) -> QueuedMessage:
-        """Take out the message that :meth:`first` has returned."""
-        line = self._lines[next(iter(self._lines)) if len(self._lines) == 1 else max(self._lines)]
-        entry = heappop(line)[2]
-        entry.waits_at = None
-        self.waiting -= 1
-        return entry
+        """Take out the message that is next, where any waits."""
+        while True:
+            priority = max(self._lines)
+            entry = self.first_of(priority)
+            if entry is None:
+                del self._lines[priority]
+                continue
+            heappop(self._lines[priority])
+            entry.waits_at = None
+            self.waiting -= 1
+            return entry
 
     def __iter__(self) -> Iterator[QueuedMessage]:
         for _, line in sorted(self._lines.items(), reverse=True):
@@ -92,13 +88,26 @@ class LimiterQueue:
 class TaskLimiters:
     """The limits of one task, with its limiter and those of its keys."""
 
-    __slots__ = ("_sweep_at", "concurrency", "keys", "limits", "own", "paused", "task")
+    __slots__ = (
+        "_sweep_at",
+        "concurrency",
+        "has_rate",
+        "key_bounds",
+        "keys",
+        "limits",
+        "limits_keys",
+        "own",
+        "own_bounds",
+        "paused",
+        "task",
+    )
 
     def __init__(self, task: str) -> None:
         self.task = task
         self.limits = TaskLimits()
         self.paused = False
         self.concurrency: int | None = None
+        self.note_change()
         self.own = LimiterQueue(self, None)
         self.keys: dict[str, LimiterQueue] = {}
         self._sweep_at = SWEEP_FROM
@@ -115,15 +124,20 @@ class TaskLimiters:
             return 0
         return self.limits.concurrency if self.concurrency is None else self.concurrency
 
+    def note_change(self) -> None:
+        """Work out what follows from the limits, for each message to find it."""
+        self.own_bounds = self.most, self.limits.rate
+        self.key_bounds = self.limits.key_concurrency, self.limits.key_rate
+        self.limits_keys = self.limits.limits_keys
+        self.has_rate = self.limits.rate is not None or self.limits.key_rate is not None
+
     def bounds(self, queue: LimiterQueue) -> tuple[int | None, Rate | None]:
         """Return the concurrency and the rate of one of its limiters."""
-        if queue is self.own:
-            return self.most, self.limits.rate
-        return self.limits.key_concurrency, self.limits.key_rate
+        return self.own_bounds if queue is self.own else self.key_bounds
 
     def lacks_key(self, entry: QueuedMessage) -> bool:
         """True if ``entry`` has yet to get the permit of its key, which comes first."""
-        return entry.key is not None and self.limits.limits_keys and not entry.permits & KEY
+        return self.limits_keys and entry.key is not None and not entry.permits & KEY
 
     def key_queue(self, key: str, now: float) -> LimiterQueue:
         """Return the limiter of a key, made where there is none."""
@@ -169,6 +183,7 @@ class MemoryLimits:
                 task.paused = change.paused
             if change.concurrency is not None:
                 task.concurrency = change.concurrency or None
+            task.note_change()
             for queue in [*task.keys.values(), task.own]:
                 if queue.timer:
                     self._timers.drop_timer(queue)
@@ -240,7 +255,7 @@ class MemoryLimits:
         """Let in messages behind the claimed ones: the rate may be open for the next message."""
         for entry in entries:
             task = None if entry.task is None or not entry.permits else self.tasks.get(entry.task)
-            if task is not None:
+            if task is not None and task.has_rate:
                 for queue in self._held(task, entry, entry.permits):
                     if task.bounds(queue)[1] is not None:
                         self.let_in(queue, now)
@@ -250,7 +265,7 @@ class MemoryLimits:
         task = None if entry.task is None or not entry.permits else self.tasks.get(entry.task)
         if task is None:
             return
-        ended = list(self._held(task, entry, entry.permits & ~keeps))
+        ended = self._held(task, entry, entry.permits & ~keeps)
         entry.permits &= keeps
         for queue in ended:
             queue.limiter.end(was_claimed=was_claimed)
@@ -288,12 +303,12 @@ class MemoryLimits:
             if task_of is not None and entry.key is not None:
                 task_of.key_queue(entry.key, 0.0).limiter.used += 1
 
-    def _held(self, task: TaskLimiters, entry: QueuedMessage, permits: int) -> Iterator[LimiterQueue]:
-        """Yield the limiters of these permits of ``entry``."""
-        if permits & KEY and entry.key in task.keys:
-            yield task.keys[entry.key]
-        if permits & TASK:
-            yield task.own
+    def _held(self, task: TaskLimiters, entry: QueuedMessage, permits: int) -> tuple[LimiterQueue, ...]:
+        """Return the limiters of these permits of ``entry``."""
+        of_key = task.keys.get(entry.key or "") if permits & KEY else None
+        if of_key is None:
+            return (task.own,) if permits & TASK else ()
+        return (of_key, task.own) if permits & TASK else (of_key,)
 
     def _wait(self, queue: LimiterQueue, entry: QueuedMessage, now: float) -> None:
         """Let a message wait at a limiter, or give it its permit if no other waits there and it is open."""
@@ -315,16 +330,15 @@ class MemoryLimits:
             return
         task = queue.task
         most, rate = task.bounds(queue)
-        while (entry := queue.first()) is not None:
-            if queue is task.own and task.lacks_key(entry):  # it may not hold one permit while it waits for the other
-                self.waiting -= 1
-                self.enter(task, queue.take(), now)
-                continue
+        while queue.waiting:
             opens_at = queue.limiter.opens_at(most, rate, now)
             if opens_at > now:
                 if opens_at != math.inf and not queue.timer:
                     self._timers.set_timer(queue, opens_at)
                 return
-            queue.take()
+            entry = queue.take()
             self.waiting -= 1
-            self._give(queue, entry, now)
+            if queue is task.own and task.lacks_key(entry):  # it may not hold one permit while it waits for the other
+                self.enter(task, entry, now)
+            else:
+                self._give(queue, entry, now)
