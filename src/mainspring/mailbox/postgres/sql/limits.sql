@@ -261,11 +261,14 @@ CREATE OR REPLACE FUNCTION mainspring.admit(
     OUT rated_keys text[]
 ) LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off
 SET enable_mergejoin = off SET jit = off SET plan_cache_mode = force_generic_plan AS $$
--- Which of these messages get their permits, and which have to wait at the limiter of their key or of their task. Rates are
--- spent for those that are admitted; `rated_tasks` and `rated_keys` are the limiters with a rate that were asked.
+-- Which of these messages get their permits, and which have to wait at the limiter of their key or of their task. All are in
+-- line, or all are let in. One in line has no room of its key that another one has been given, which waits at the limiter of the
+-- task: that one came first. Rates are spent for those that are admitted; `rated_tasks` and `rated_keys` are the limiters with a
+-- rate that were asked.
 BEGIN
     WITH given AS (
-        SELECT m.ctid AS place, m.task, m.task_key AS key, m.rank, m.pos, m.permits IS NOT DISTINCT FROM 1 AS keeps
+        SELECT m.ctid AS place, m.task, m.task_key AS key, m.rank, m.pos, m.permits IS NOT DISTINCT FROM 1 AS keeps,
+            m.state = 5 AS is_let_in
         FROM mainspring.messages m WHERE m.ctid = ANY (candidates)
     ), of_keys AS (
         SELECT g.*, l.task IS NOT NULL AS is_limited, l.rate_limit, l.rate_per, l.key_concurrency, l.key_rate_limit,
@@ -276,7 +279,8 @@ BEGIN
     ), with_room AS (
         SELECT o.*, CASE WHEN o.keeps THEN o.key_concurrency - u.in_flight WHEN u.is_later THEN 0
             ELSE least(o.key_concurrency - u.in_flight - u.kept - u.dead,
-                floor(o.key_rate_burst - (greatest(u.spent_until, at) - at) * o.key_rate_limit / o.key_rate_per)) END AS room
+                floor(o.key_rate_burst - (greatest(u.spent_until, at) - at) * o.key_rate_limit / o.key_rate_per))
+                - CASE WHEN o.is_let_in THEN 0 ELSE u.let_in END END AS room
         FROM of_keys o LEFT JOIN LATERAL (
             SELECT k.* FROM mainspring.use_of_key(box, o.task, o.key, o.rank, o.pos) AS k WHERE o.by_key AND o.nth = 1
         ) AS u ON true
