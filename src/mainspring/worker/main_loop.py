@@ -336,9 +336,9 @@ class MainLoop:
             worker.resume()
 
     def _follow_concurrency(self, worker: Worker) -> None:
-        worker.set_concurrency(self.concurrency)
+        worker.set_concurrency(self._settings.concurrency)
         if self._own_pool is not None:
-            self._own_pool.set_workers(self.concurrency)
+            self._own_pool.set_workers(self._settings.concurrency)
 
     def _tell(self, act: Callable[[Worker], object]) -> None:
         worker = self._worker
