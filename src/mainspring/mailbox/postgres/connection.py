@@ -36,7 +36,7 @@ CANCEL_TIMEOUT = 3.0
 """Seconds in which the server must answer a cancel request; a quarter of the timeout where that is less."""
 MAX_BATCHES = 10
 """Batches of a process in flight at once; each has a connection, and further ones wait for their turn."""
-MAX_IDLE = 4
+MAX_IDLE = 2
 """Idle connections that are kept open. Further ones are closed once they were not used between two looks."""
 TRIES = 4
 """Tries of a batch that the server aborts because of another transaction (a deadlock)."""
