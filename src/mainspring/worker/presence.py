@@ -30,7 +30,7 @@ TOLD_AFTER: Final = 1.0
 """Seconds that a handler must have had a message for its id to be in the record."""
 MOST_TOLD: Final = 100
 """The most ids in a record."""
-FORGET_WITHIN: Final = 1.0
+FORGET_WITHIN: Final = 0.5
 """Seconds that the deletion may take at the end of the loop."""
 
 

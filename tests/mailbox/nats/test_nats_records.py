@@ -200,7 +200,7 @@ async def expired(box, sent):
 
 WAYS = [
     (acked, {}), (acked_with_others, {}), (dead, {}), (returned, {}), (cancelled, {}), (postponed, {}),
-    (came_due, {"delay": 0.3}), (moved, {"delay": 60}), (expired, {"expires_in": 0.3}),
+    (came_due, {"delay": 1}), (moved, {"delay": 60}), (expired, {"expires_in": 1}),
 ]  # fmt: skip
 
 

@@ -41,14 +41,14 @@ async def test_they_share_a_few_connections_and_each_gets_its_message(place):
     async def handle(job: int) -> None:
         got.append(job)
 
-    mailboxes = [place.mailbox(f"jobs-{n}", application_name="many") for n in range(60)]
+    mailboxes = [place.mailbox(f"jobs-{n}", application_name="many-that-wait") for n in range(60)]
     async with (
         place.mailbox(application_name="sender") as sender,
         LoopGroup([MainLoop(mailbox, handle, name=mailbox.name) for mailbox in mailboxes]),
     ):
         await until(lambda: all(mailbox.statistics().waiting_receives for mailbox in mailboxes))
         # Not the server's processes that help with a query: they have the name of its connection.
-        who = "application_name = 'many' AND backend_type = 'client backend'"
+        who = "application_name = 'many-that-wait' AND backend_type = 'client backend'"
         count = f"SELECT count(*) FROM pg_stat_activity WHERE {who}"
         ((connections,),) = place.execute(count)
         assert connections <= MAX_BATCHES + MAX_SINGLE_CALLS + 3  # one listens, maintains the tables, tries the server
@@ -132,8 +132,8 @@ async def test_many_calls_at_once_make_connections_once(place):
 @pytest.mark.slow
 async def test_an_error_of_one_mailbox_costs_the_others_no_connection(place):
     """The server has refused a statement, and goes on with the connection."""
-    made = "SELECT pid FROM pg_stat_activity WHERE application_name = 'many' ORDER BY pid"
-    one, other = (place.mailbox(name, application_name="many", listen=False, capacity=2) for name in "ab")
+    made = "SELECT pid FROM pg_stat_activity WHERE application_name = 'two-that-call' ORDER BY pid"
+    one, other = (place.mailbox(name, application_name="two-that-call", listen=False, capacity=2) for name in "ab")
     async with one, other:
         await one.send_many([1, 2])
         connections = place.execute(made)

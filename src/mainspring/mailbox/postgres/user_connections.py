@@ -179,7 +179,8 @@ class AsyncpgConnection:
         return transaction
 
     def abandon(self) -> None:
-        self.connection.terminate()
+        if not self.closed:  # a cancelled statement may have closed it, and its pool then has it again
+            self.connection.terminate()
 
 
 class SqlalchemyTransaction:
