@@ -6,12 +6,12 @@ import random
 import subprocess
 import sys
 from collections import defaultdict
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import anyio
 import pytest
 
-from mainspring import ReceiptHandleExpiredError
+from limited_calls import drain, end, limit, random_limits, send
 from mainspring.mailbox.limiters import ALL_TASKS, Blocks, LimitChange, TaskLimits
 from mainspring.mailbox.message import Counts, MessagePlace, MessageQuery
 from mainspring.policies import Rate
@@ -25,20 +25,6 @@ LIMITERS = ("3", "4", "5")
 @pytest.fixture
 def anyio_backend():
     return "asyncio", {"use_uvloop": True}
-
-
-async def send(mailbox, *bodies, task="t", key=None, weight=1.0, **options):
-    connection = options.pop("connection", None)
-    envelopes = [mailbox.prepare(body, **options) for body in bodies]
-    for envelope in envelopes:
-        envelope.task, envelope.key, envelope.weight = task, key, weight
-    if connection is not None:
-        return await mailbox.backend.send_within(connection, envelopes)
-    return await mailbox.send_prepared(envelopes)
-
-
-async def limit(mailbox, task="t", **limits):
-    await mailbox.backend.change_limits([LimitChange(task, TaskLimits(**limits))])
 
 
 async def bodies(mailbox, most=100):
@@ -75,38 +61,6 @@ async def bodies_within(mailbox, seconds):
 
 
 # -------------------------------------------------------------------------------------------------------- one process
-
-
-def random_limits(rng):
-    return TaskLimits(
-        concurrency=rng.choice([None, None, 1, 3]),
-        rate=rng.choice([None, None, Rate(1_000, 1, rng.choice([1, 5]))]),
-        key_concurrency=rng.choice([None, 1, 2]),
-        key_rate=rng.choice([None, None, Rate(500, 1, 2)]),
-        blocks=rng.choice(list(Blocks)),
-    )
-
-
-async def end(message, rng):
-    with suppress(ReceiptHandleExpiredError):  # of a lease that was short
-        match rng.randrange(5):
-            case 0:
-                await message.nack(delay=rng.choice([0, 0.01]))
-            case 1:
-                await message.release()
-            case 2:
-                await message.dead_letter("no")
-            case _:
-                await message.acknowledge()
-
-
-async def drain(mailbox):
-    """Do all messages, also the dead letters."""
-    with anyio.fail_after(30):
-        while (counts := await mailbox.counts()) != Counts(settled=counts.settled):
-            await mailbox.replay_dead_letters()
-            for message in await mailbox.receive(max_messages=100, wait_time_seconds=0.05):
-                await message.acknowledge()
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -7,13 +7,13 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import anyio
 import pytest
 
-from mainspring import ReceiptHandleExpiredError
+from limited_calls import drain, end, limit, random_limits, send
 from mainspring.mailbox.batched import Unclaim
 from mainspring.mailbox.limiters import ALL_TASKS, Blocks, LimitChange, TaskLimits
 from mainspring.mailbox.message import Counts, MessagePlace, MessageQuery
@@ -38,32 +38,11 @@ def here(redis_url):
         yield made
 
 
-async def send(mailbox, *bodies, task="t", key=None, weight=1.0, **options):
-    envelopes = [mailbox.prepare(body, **options) for body in bodies]
-    for envelope in envelopes:
-        envelope.task, envelope.key, envelope.weight = task, key, weight
-    return await mailbox.send_prepared(envelopes)
-
-
-async def limit(mailbox, task="t", **limits):
-    await mailbox.backend.change_limits([LimitChange(task, TaskLimits(**limits))])
-
-
 def held(here, name="jobs") -> dict[str, str]:
     """The limiters that have permits out, and these."""
     flat = here.call("HGETALL", here.key("limiters", name))
     fields = dict(zip(map(bytes.decode, flat[::2]), map(bytes.decode, flat[1::2]), strict=True))
     return {name: text for name, text in fields.items() if name[0] == "l" and not text.startswith("0 ")}
-
-
-def random_limits(rng) -> TaskLimits:
-    return TaskLimits(
-        concurrency=rng.choice([None, None, 1, 3]),
-        rate=rng.choice([None, None, Rate(1_000, 1, rng.choice([1, 5]))]),
-        key_concurrency=rng.choice([None, 1, 2]),
-        key_rate=rng.choice([None, None, Rate(500, 1, 2)]),
-        blocks=rng.choice(list(Blocks)),
-    )
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -106,28 +85,6 @@ async def test_no_permit_is_left_when_all_is_done(here, seed):
         assert [here.call("EXISTS", here.key(key)) for key in TASK_KEYS] == [0] * len(TASK_KEYS)
 
 
-async def end(message, rng):
-    with suppress(ReceiptHandleExpiredError):  # of a lease that was short
-        match rng.randrange(5):
-            case 0:
-                await message.nack(delay=rng.choice([0, 0.01]))
-            case 1:
-                await message.release()
-            case 2:
-                await message.dead_letter("no")
-            case _:
-                await message.acknowledge()
-
-
-async def drain(mailbox):
-    """Do all messages, also the dead letters."""
-    with anyio.fail_after(20):
-        while (await mailbox.counts()) != Counts(settled=(await mailbox.counts()).settled):
-            await mailbox.replay_dead_letters()
-            for message in await mailbox.receive(max_messages=100, wait_time_seconds=0.05):
-                await message.acknowledge()
-
-
 # ------------------------------------------------------------------------------------------------------- several processes
 
 PROGRAM = """
@@ -168,7 +125,7 @@ class Workers:
 
 @contextmanager
 def workers(here, count: int):
-    """So many, which are ended with the block."""
+    """Start these processes, and end them with the block."""
     made = Workers(here, count)
     try:
         yield made
@@ -337,7 +294,7 @@ async def test_a_pause_of_many_messages_is_done_in_short_calls(here):
 
 
 async def soon_ready(mailbox, here, count):
-    """Wait until so many are ready, as the calls of a mailbox go on with what others began."""
+    """Wait until that number of messages is ready: the calls of a mailbox go on with what others began."""
     with anyio.fail_after(10):
         while here.call("ZCARD", here.key("ready")) < count:
             await mailbox.counts()

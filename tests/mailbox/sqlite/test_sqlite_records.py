@@ -54,7 +54,7 @@ async def test_messages_without_records_read_none_of_their_pages(connections, ma
 
 
 async def test_ended_records_go_as_messages_pass(path, virtual_clock):
-    """The first thousand goes with the next transaction, whatever that is for. The rest is not seen."""
+    """The first thousand goes with the next transaction, of any purpose. The rest is not seen."""
     async with SQLiteMailbox(path) as mailbox:
         store = mailbox.backend
         await write_at_once(store, [RecordWrite("test", f"{number:04}", b"", 10) for number in range(1_001)])

@@ -16,7 +16,7 @@ from psycopg.pq import TransactionStatus
 from mainspring.errors import MailboxConnectionError
 from mainspring.mailbox.postgres.commands import NoSuchTargetError, Settle
 from mainspring.mailbox.postgres.connection import as_mailbox_error
-from mainspring.mailbox.postgres.transactions import UNCERTAIN, LevelCheck
+from mainspring.mailbox.postgres.transactions import LevelCheck, failed_commit
 from mainspring.mailbox.postgres.user_connections import (
     as_psycopg,
     driver_errors,
@@ -155,11 +155,7 @@ def _transaction(connection: ThreadUserConnection) -> Iterator[None]:
     try:
         transaction.__exit__(None, None, None)
     except driver_errors() as error:
-        if not connection.closed:
-            refused = as_mailbox_error(as_psycopg(error))
-            if isinstance(refused, MailboxConnectionError):
-                raise refused from error
-            raise  # a constraint that is looked at only now: the handler's own affair
-        raise MailboxConnectionError(
-            f"the transaction was lost in its COMMIT, {UNCERTAIN}: {one_line(error)}"
-        ) from error
+        failure = failed_commit(error, is_closed=connection.closed)
+        if failure is None:
+            raise
+        raise failure from error

@@ -283,6 +283,17 @@ class HandlerTransaction:
             raise ended_inside()
 
 
+def failed_commit(error: BaseException, *, is_closed: bool) -> MailboxConnectionError | None:
+    """Return what a COMMIT raises that failed by the store or by the connection, which ``is_closed`` or not.
+
+    None: it failed by a constraint that is looked at only at the COMMIT, which is the handler's own affair.
+    """
+    if is_closed:
+        return MailboxConnectionError(f"the transaction was lost in its COMMIT, {UNCERTAIN}: {one_line(error)}")
+    refused = as_mailbox_error(as_psycopg(error))
+    return refused if isinstance(refused, MailboxConnectionError) else None
+
+
 @asynccontextmanager
 async def _transaction(connection: UserConnection, timeout: float) -> AsyncIterator[None]:
     """Run the driver's transaction with a time limit on BEGIN, COMMIT and ROLLBACK, and none on the block."""
@@ -308,14 +319,10 @@ async def _transaction(connection: UserConnection, timeout: float) -> AsyncItera
         with step(connection, timeout, f"to COMMIT, {UNCERTAIN}"):
             await transaction.__aexit__(None, None, None)
     except driver_errors() as error:
-        if not connection.closed:
-            refused = as_mailbox_error(as_psycopg(error))
-            if isinstance(refused, MailboxConnectionError):
-                raise refused from error
-            raise  # a constraint that is looked at only now: the handler's own affair
-        raise MailboxConnectionError(
-            f"the transaction was lost in its COMMIT, {UNCERTAIN}: {one_line(error)}"
-        ) from error
+        failure = failed_commit(error, is_closed=connection.closed)
+        if failure is None:
+            raise
+        raise failure from error
 
 
 async def _roll_back_cancelled(connection: UserConnection, transaction: Any, error: BaseException) -> None:
