@@ -24,6 +24,7 @@ from mainspring import (
     TransactionEndedError,
 )
 from mainspring.errors import ConfigError, ReceiptHandleExpiredError
+from mainspring.mailbox.postgres.user_connections import AsyncpgConnection
 from postgres_support import gate
 from stopwatch import Stopwatch
 from user_connections import DRIVERS, KINDS, SOME_KINDS, SQLALCHEMY, AsyncpgPool, session_of
@@ -389,3 +390,17 @@ async def test_what_the_mailbox_does_in_it_has_an_end(place, mailbox, message, k
         assert watch.seconds < 8
         assert not message.is_settled
     assert effects(place) == []
+
+
+@pytest.mark.loops("asyncio")
+async def test_a_connection_that_its_pool_has_again_is_left_alone(place):
+    """asyncpg gives it back where a cancelled statement has closed it: there is nothing left that could commit."""
+    import asyncpg
+
+    async with asyncpg.create_pool(place.url, min_size=1, max_size=1) as pool:
+        lent = await pool.acquire()
+        connection = AsyncpgConnection(lent)
+        await pool.release(lent)
+        connection.abandon()
+        assert connection.closed
+        assert await pool.fetchval("SELECT 1") == 1
