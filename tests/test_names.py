@@ -6,11 +6,14 @@ import ast
 from collections import defaultdict
 from pathlib import Path
 
+import pytest
+
 import mainspring
 
 PACKAGE = Path(mainspring.__file__).parent
 
 
+@pytest.mark.own_time(2)
 def test_one_class_name_stands_for_one_class() -> None:
     places: defaultdict[str, list[str]] = defaultdict(list)
     for path in sorted(PACKAGE.rglob("*.py")):

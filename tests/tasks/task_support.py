@@ -11,8 +11,8 @@ def group_of(tasks, **options):
     return LoopGroup([tasks.loop(**options)], guardian=False)
 
 
-async def until_done(mailbox, seconds=20, every=0.005):
-    """Wait until no message is left, in real or virtual time."""
+async def until_done(mailbox, seconds=20, every=None):
+    """Wait until no message is left, in real or virtual time. By default look often enough, not more often in a longer wait."""
     with anyio.fail_after(seconds):
         while (await mailbox.counts()).waiting:
-            await anyio.sleep(every)
+            await anyio.sleep(every or seconds / 4_000)

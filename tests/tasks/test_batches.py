@@ -34,6 +34,7 @@ AT_ONCE = RetryPolicy(initial_delay=0, jitter="none")
 ONCE = DeadLetterPolicy(max_attempts=1)
 
 
+@pytest.mark.own_time(2)
 @on(*KINDS)
 async def test_calls_are_handled_together_and_each_settles_by_itself(store):
     tasks = Tasks(store.url(), retry=AT_ONCE, dead_letter=DeadLetterPolicy(max_attempts=2))

@@ -620,6 +620,7 @@ def test_a_chain_that_is_done_is_forgotten_after_its_time():
     run_virtual(main)
 
 
+@pytest.mark.own_time(3)
 @settings(max_examples=40)
 @given(
     st.integers(0, 10_000), st.integers(1, 9), st.integers(1, 4), st.lists(st.floats(0.1, 5), min_size=1, max_size=5)

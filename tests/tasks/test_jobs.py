@@ -74,6 +74,7 @@ async def test_a_result_is_kept_and_read_by_its_id_in_another_place(store):
     assert abs((status.finished_at - status.enqueued_at).total_seconds()) < 20
 
 
+@pytest.mark.own_time(2)
 @EVERYWHERE
 async def test_a_job_is_seen_wherever_it_is(store):
     tasks = Tasks(store.url(), dead_letter=DeadLetterPolicy(max_attempts=1))

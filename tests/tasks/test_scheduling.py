@@ -83,6 +83,7 @@ async def test_of_several_workers_one_sends_a_tick(store):
 # -------------------------------------------------------------------------------------------------------- when it ticks
 
 
+@pytest.mark.own_time(2)
 @virtually
 async def test_a_declared_schedule_ticks_at_its_times():
     program = Program()

@@ -127,6 +127,7 @@ async def test_a_unique_call_has_the_same_arguments_whatever_the_order_of_their_
         assert (await sync.send({"a": {"x": 2, "y": 1}, "b": {}})).new
 
 
+@pytest.mark.own_time(2)
 @EVERYWHERE
 async def test_a_call_of_an_unknown_task_waits_for_a_worker_that_has_it(store):
     old, new = Tasks(store.url()), Tasks(store.url())

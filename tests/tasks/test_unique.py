@@ -302,6 +302,7 @@ def test_a_call_whose_job_was_cancelled_is_sent_anew():
     run_virtual(main)
 
 
+@pytest.mark.own_time(3)
 @given(st.lists(st.tuples(st.floats(0, 4), st.sampled_from("ab")), min_size=1, max_size=25), st.integers(0, 99))
 def test_the_last_call_of_each_key_is_run_last_and_none_is_lost(sends, seed):
     async def main():

@@ -332,6 +332,7 @@ async def test_one_that_is_cancelled_before_it_began_ends_the_loop_with_an_error
     gc.collect()  # asyncio has never run its coroutine, and this test shall hear of that
 
 
+@pytest.mark.own_time(1)
 @pytest.mark.parametrize("seed", range(30))
 async def test_whatever_task_of_a_loop_is_cancelled_it_goes_on_or_says_why_it_ends(seed, mailbox):
     rng = Random(seed)

@@ -125,6 +125,7 @@ def test_a_cancellation_that_no_scope_asked_for_ends_neither_the_sweeps_nor_the_
     run_virtual(main, backend="asyncio")
 
 
+@pytest.mark.own_time(3)
 @pytest.mark.anyio
 @on(*KINDS)
 async def test_each_store_purges_the_old_ones(store):

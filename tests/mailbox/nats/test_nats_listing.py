@@ -233,6 +233,7 @@ async def test_a_worker_that_has_not_heard_of_a_change_loses_the_lease(here, cha
         assert await box.counts() == Counts(delayed=1) if change is postpone else Counts(pending=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("delay", [0, HOUR], ids=["pending", "delayed"])
 async def test_an_edit_whose_process_dies_is_made_or_not(here, delay):
     """It is one step: if a process dies before or after it, the message is there once."""
@@ -256,6 +257,7 @@ async def test_an_edit_whose_process_dies_is_made_or_not(here, delay):
         assert await edit(box, sent) is UNKNOWN
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", ["add", "remove"])
 async def test_a_due_message_is_edited_in_the_queue(here, step):
     """A scheduler that has it in hand moves it once, and the edit is not lost."""
@@ -275,6 +277,7 @@ async def test_a_due_message_is_edited_in_the_queue(here, step):
             assert (await box.counts()).waiting == 0
 
 
+@pytest.mark.slow
 @CHANGES
 @pytest.mark.parametrize("is_claimed", [False, True], ids=["free", "claimed"])
 async def test_a_change_that_meets_a_message_as_it_comes_due_leaves_one(here, change, is_claimed):

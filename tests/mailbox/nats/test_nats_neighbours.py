@@ -215,6 +215,7 @@ async def test_a_subject_that_is_denied_is_named_as_the_server_knows_it(anyio_ba
             await allowed.send("x")
 
 
+@pytest.mark.slow
 async def test_a_receive_whose_consumer_is_deleted_says_which_mailbox_has_to_try_again(here):
     async with here.box("Jobs") as box:
 
@@ -237,6 +238,7 @@ async def test_a_receive_whose_consumer_is_deleted_says_which_mailbox_has_to_try
 # --------------------------------------------------------------------------------------------------- coming and going
 
 
+@pytest.mark.slow
 async def test_a_mailbox_that_opens_as_the_last_one_closes_has_a_connection_and_ends_it(here):
     """It has just made anew the connection which that one had lost."""
     line = await here.line()

@@ -65,6 +65,7 @@ def test_what_another_program_wrote_is_a_body(payload):
     assert (record.message_id, record.body, record.enqueued_at) == ("nats-7", payload, 12.5)
 
 
+@pytest.mark.own_time(3)
 @given(NAMES, NAMES)
 def test_names_differ_where_mailboxes_do(one, other):
     for name in (one, other):

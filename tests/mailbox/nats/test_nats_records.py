@@ -204,6 +204,7 @@ WAYS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("way", "options"), WAYS, ids=[way.__name__ for way, _ in WAYS])
 async def test_a_message_of_a_writer_that_died_is_not_sent_again_once_it_has_left_its_place(here, way, options):
     """Not even where the server has forgotten that it took the message."""

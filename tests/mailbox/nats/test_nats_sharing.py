@@ -278,6 +278,7 @@ async def test_openers_that_are_cancelled_leave_nothing_half_open(here, line):
     assert asyncio.all_tasks() - before == set()
 
 
+@pytest.mark.slow
 async def test_openers_wait_for_a_silent_server_no_longer_than_their_timeout(here, line):
     line.silent = True
     boxes = [here.box(str(number), over=line, timeout=1) for number in range(3)]
@@ -290,6 +291,7 @@ async def test_openers_wait_for_a_silent_server_no_longer_than_their_timeout(her
         await box.send("x")
 
 
+@pytest.mark.slow
 async def test_an_opener_has_its_whole_timeout_once_it_is_its_turn_to_create(here, line):
     """The server answers no creation of the first four, two of which are out at a time."""
 
@@ -304,6 +306,7 @@ async def test_an_opener_has_its_whole_timeout_once_it_is_its_turn_to_create(her
     assert [type(one) for one in found] == [MailboxConnectionError] * count + [type(None)]
 
 
+@pytest.mark.slow
 async def test_what_one_mailbox_may_not_do_is_no_reason_why_another_gets_no_answer(tmp_path, anyio_backend):
     denied = Names.of("a").to_queue
     config = tmp_path / "server.conf"

@@ -158,6 +158,7 @@ async def test_one_who_tries_again_and_again_lets_others_run_those_who_reconnect
             await anyio.to_thread.run_sync(server.start)
 
 
+@pytest.mark.slow
 async def test_a_server_whose_answers_are_behind_large_messages_is_not_silent(here):
     line = await here.line()
     async with here.box(over=line, silence=0.5) as box:

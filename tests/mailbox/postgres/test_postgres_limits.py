@@ -40,6 +40,7 @@ def left(place):
 # ------------------------------------------------------------------------------------------------------------- idle
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "limits", [{"concurrency": 1}, {"key_concurrency": 1}, {"rate": Rate(1)}], ids=["concurrency", "keys", "rate"]
 )
@@ -63,6 +64,7 @@ async def bodies_within(mailbox, seconds):
 # -------------------------------------------------------------------------------------------------------- one process
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 async def test_nothing_is_left_at_a_limiter(place, seed):
     """All messages can be done after any calls on them while their limits change."""
@@ -140,6 +142,7 @@ async def test_a_send_that_commits_late_keeps_the_order_of_its_key(place):
         assert seen == [1, 2, 3]
 
 
+@pytest.mark.slow
 async def test_a_claim_puts_a_bounded_number_of_messages_to_their_limiters(place):
     """A claim that finds nothing goes on where it ended; a waiting one does so at once."""
     async with place.mailbox() as mailbox:
@@ -216,6 +219,7 @@ async def test_a_message_that_waits_for_its_task_has_the_permit_of_its_key(place
             await message.acknowledge()
 
 
+@pytest.mark.slow
 async def test_a_receive_waits_while_nothing_may_be_claimed(place):
     """It makes no calls without end, with any limits on the messages that are there."""
     async with place.mailbox() as mailbox:

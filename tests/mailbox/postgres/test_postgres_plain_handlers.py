@@ -84,6 +84,7 @@ def in_thread(test):
     return partial(to_thread.run_sync, run)
 
 
+@pytest.mark.own_time(2)  # the first one with Django also imports it
 @pytest.mark.parametrize("kind", PLAIN_KINDS, indirect=True)
 async def test_writes_and_acknowledgement_commit_together(place, mailbox, message, kind):
     @in_thread

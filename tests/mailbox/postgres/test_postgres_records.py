@@ -72,6 +72,7 @@ async def test_a_write_waits_for_a_transaction_that_writes_the_record(place, mai
     assert (await mailbox.counts()).pending == (0 if commits else 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capacity", [None, 9])
 async def test_a_write_whose_message_has_a_blocked_key_waits_for_it_and_changes_nothing_until_then(place, capacity):
     write = RecordWrite("test", "a", b"1", if_version=0)
@@ -187,6 +188,7 @@ async def test_a_mailbox_that_is_dropped_leaves_no_records(place, mailbox):
 # ------------------------------------------------------------------------------------------------------------- results
 
 
+@pytest.mark.slow
 async def test_results_are_announced_only_while_a_process_waits_for_some(place, mailbox):
     """A notification makes commits wait for one another, so that one for each result would slow down all."""
 
@@ -236,6 +238,7 @@ async def test_a_connection_that_listens_again_tells_that_results_may_have_been_
         assert heard == [[], []]
 
 
+@pytest.mark.slow
 async def test_a_result_the_acknowledgement_and_the_next_claim_share_a_call(mailbox):
     tasks = Tasks(mailbox)
 
@@ -345,6 +348,7 @@ async def test_a_message_that_a_handlers_transaction_has_locked_is_found_and_not
         assert (one.place, moved) == ("in_flight", "in_flight")
 
 
+@pytest.mark.slow
 async def test_no_call_by_a_key_reads_a_whole_table(place, mailbox):
     """The number of rows that it reads does not grow with the records that are there."""
     store = mailbox.backend

@@ -48,6 +48,7 @@ async def test_opening_ends_in_time(mute):
         await _is_told_within(0.5, call)
 
 
+@pytest.mark.slow
 async def test_a_server_of_another_kind_that_waits_for_a_line(mute):
     """As a Redis server does."""
     mailbox = PostgresMailbox(f"postgresql://ann@127.0.0.1:{mute}/app", timeout=0.2)

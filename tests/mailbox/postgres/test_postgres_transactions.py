@@ -353,6 +353,7 @@ async def test_a_cancelled_block_does_nothing(place, mailbox):
     assert effects(place) == []
 
 
+@pytest.mark.slow
 async def test_one_cancelled_in_its_acknowledgement_has_not_acknowledged(place, mailbox):
     """So that its worker gives the message back, and does not take it for done."""
     await mailbox.send("x")

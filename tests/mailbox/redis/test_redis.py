@@ -483,6 +483,7 @@ async def test_functions_that_the_server_forgot_are_loaded_again(here, anyio_bac
         assert (await mailbox.counts()).pending == 1
 
 
+@pytest.mark.slow
 async def test_a_connection_that_was_cut_while_idle_is_made_anew(line, anyio_backend):
     """A call that went out on it would be an error; it is tried first, once it has idled for as long as ``silence``."""
     async with line.mailbox(silence=0.2, timeout=60) as mailbox:

@@ -59,6 +59,7 @@ async def refuse_on_renewal(here, line, mailbox) -> None:
     grant(here, here.key("*", "stays"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("refuse", [refuse_on_reconnection, refuse_on_renewal])
 async def test_a_subscription_that_is_refused_is_tried_again_alone(here, waiting, refuse):
     """The others of the connection hear all the time."""
@@ -84,6 +85,7 @@ async def test_a_subscription_that_is_refused_is_tried_again_alone(here, waiting
         assert [message.body for message in waiting.messages] == ["x", "y"]
 
 
+@pytest.mark.slow
 async def test_the_half_of_a_subscription_that_was_not_refused_does_not_pile_up(here, anyio_backend):
     async with line_to(here) as line, line.mailbox("refused") as mailbox:
         tries = Tries(line, here)

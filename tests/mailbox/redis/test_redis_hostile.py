@@ -163,6 +163,7 @@ async def test_a_process_that_is_on_the_list_by_a_claim_it_has_not_heard_of_leav
 # ------------------------------------------------------------------------------------------------ what nobody can read
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "said", ["dsoon", f"d{10**400}", "w", "m*1\r\n$1\r\n1\r\n", "m*3\r\n$1\r\n1\r\n", "m:5\r\n", "m", ""]
 )

@@ -313,6 +313,7 @@ async def test_a_limit_of_many_keys_is_changed_in_short_calls(here):
         await soon_ready(mailbox, here, 3_000)
 
 
+@pytest.mark.slow
 async def test_a_receive_waits_while_nothing_may_be_claimed(here):
     """It makes no calls without end, with any limits on the messages that are there."""
     async with here.mailbox() as mailbox:
@@ -370,6 +371,7 @@ async def test_limits_that_are_as_they_were_write_nothing(here):
         assert here.call("DUMP", here.key("state")) == before
 
 
+@pytest.mark.slow
 async def test_keys_that_have_nothing_to_do_leave_nothing_behind(here):
     """Of the places and limiters of keys that are done, no more is kept than of some thousand."""
     async with here.mailbox() as mailbox:

@@ -355,6 +355,7 @@ async def test_a_mailbox_that_closes_while_the_server_is_away_leaves_the_others_
         assert [one.body for one in got] == ["x"]
 
 
+@pytest.mark.slow
 async def test_a_login_that_is_refused_for_a_while_ends_nothing(swept, anyio_backend):
     for rule in ("on", ">secret", "~*", "&*", "+@all"):
         swept.call("ACL", "SETUSER", "passing", rule)
@@ -391,6 +392,7 @@ async def test_the_functions_are_loaded_once(anyio_backend):
 # --------------------------------------------------------------------------------------------- errors, and what breaks
 
 
+@pytest.mark.slow
 async def test_an_error_of_one_is_nothing_to_its_neighbours(here, anyio_backend):
     async with AsyncExitStack() as stack:
         boxes = [await stack.enter_async_context(here.mailbox(str(number))) for number in range(5)]

@@ -192,6 +192,7 @@ async def test_no_reply_leaves_once_the_lease_is_lost(path, anyio_backend):
 # ---------------------------------------------------------------------------------------------------- group commit
 
 
+@pytest.mark.own_time(1)
 @pytest.mark.loops("asyncio", "uvloop")  # trio lets tasks of one turn go on in any order
 async def test_an_acknowledgement_and_the_next_claim_share_a_transaction(mailbox):
     """Each handler takes longer than what a loop claims ahead, so that each message has a claim of its own."""

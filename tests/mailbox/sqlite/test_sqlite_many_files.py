@@ -110,6 +110,7 @@ async def test_the_file_that_was_used_last_is_the_one_that_stays_open(tmp_path, 
             await until(lambda: open_files(tmp_path) == [second.path], seconds=10)
 
 
+@pytest.mark.slow
 async def test_a_receive_on_a_file_that_rests_hears_of_its_own_process_and_of_another(many, tmp_path):
     received = []
 
@@ -149,6 +150,7 @@ async def test_a_socket_that_was_deleted_is_made_anew(tmp_path, anyio_backend, m
         tasks.cancel_scope.cancel()
 
 
+@pytest.mark.slow
 async def test_what_becomes_due_in_a_file_that_rests_is_received(many, tmp_path):
     for mailbox in many[1:]:
         await mailbox.send("x")
@@ -348,6 +350,7 @@ async def test_a_log_beside_a_file_that_is_gone_is_not_taken_for_that_of_a_new_o
         await mailbox.send("new")
 
 
+@pytest.mark.slow
 async def test_a_new_file_is_made_by_one_of_several_processes_at_once(tmp_path, anyio_backend):
     url = f"sqlite:///{tmp_path}/new.db?name=jobs"
     send = partial(anyio.run_process, [sys.executable, "-m", "mainspring", "send", url, "1"])

@@ -84,6 +84,7 @@ async def test_of_a_thousand_that_ended_together_the_rest_is_not_seen(path, virt
         assert await store.write_record(RecordWrite("test", "2002", b"", 60, if_version=0)) is not None
 
 
+@pytest.mark.own_time(1)
 async def test_a_result_the_acknowledgement_and_the_next_claim_share_a_transaction(mailbox):
     tasks = Tasks(mailbox)
 
