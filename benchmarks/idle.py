@@ -37,10 +37,13 @@ def cpu_seconds() -> float:
     """Processor seconds of this process and of its guardian so far."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     total = usage.ru_utime + usage.ru_stime
-    for child in children(os.getpid()):
-        fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
-        total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    return total
+    return total + sum(map(seconds_of, children(os.getpid())))
+
+
+def seconds_of(pid: int) -> float:
+    """Processor seconds of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 async def waiting_loops(url: str) -> float:

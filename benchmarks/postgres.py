@@ -93,11 +93,15 @@ def idle(comparison: Comparison, contender: Contender) -> float:
 
 def processor_seconds(pid: int) -> float:
     """Processor seconds so far of a worker, its children, and the server's processes for the database."""
+    tasks = [task for process in (pid, *children(pid), *servers()) for task in Path(f"/proc/{process}/task").iterdir()]
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+
+
+def servers() -> list[int]:
+    """The server's processes for the database."""
     with psycopg.connect(URL, autocommit=True) as connection:
         text = "SELECT pid FROM pg_stat_activity WHERE datname = %s"
-        servers = [server for (server,) in connection.execute(text, (DATABASE,))]
-    tasks = [task for process in (pid, *children(pid), *servers) for task in Path(f"/proc/{process}/task").iterdir()]
-    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+        return [pid for (pid,) in connection.execute(text, (DATABASE,))]
 
 
 def beside_peers(title: str = "PostgreSQL", **options: Any) -> Comparison | None:

@@ -1,16 +1,23 @@
-"""Schedules: from a tick to its handler's start on an idle fleet, and what 10,000 schedules cost a worker that waits."""
+"""Schedules: from a tick to its handler's start on an idle fleet, and what 10,000 schedules cost a worker that waits.
+
+``python benchmarks/schedules.py [STORE …] [--quick] [--flush]``, on each store. The servers are those of the other benchmarks.
+"""
 
 from __future__ import annotations
 
+import os
 import resource
-import tempfile
+import sys
 import time
-from pathlib import Path
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+sys.path.append(sys.path.pop(0))  # beside this file is one with the name of a driver, which must be found first
 
 import anyio
 
-from common import beside, on_uvloop, quick, report
+from common import benchmark, beside, chosen, on_uvloop, quick, report, words
+from idle import children, seconds_of
 from mainspring import Context, LoopGroup, Schedule, Tasks
 from mainspring.tasks.schedule_calls import definition_of
 from mainspring.tasks.schedule_records import ScheduleRecords
@@ -18,8 +25,11 @@ from mainspring.tasks.schedules import changed
 from mainspring.tasks.ticker import LIST_EVERY
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from common import Row
 
+STORES = {"memory": "memory", "sqlite": "SQLite", "redis": "Redis", "postgres": "PostgreSQL", "nats": "NATS"}
 WORKERS = 3
 TICKS = 60 if quick() else 200
 SCHEDULES = 1_000 if quick() else 10_000
@@ -44,8 +54,8 @@ def fleet_of(url: str, late: list[float]) -> list[Tasks]:
     return fleet
 
 
-async def lateness(url: str) -> float:
-    """The 99th percentile of the seconds from a tick to its handler's start: 20 ticks a second, each at a time of its own."""
+async def lateness(url: str) -> list[float]:
+    """The seconds from a tick to its handler's start, in order: 20 ticks a second, each at a time of its own."""
     late: list[float] = []
     fleet = fleet_of(url, late)
     async with LoopGroup([tasks.loop(name=f"loop {n}") for n, tasks in enumerate(fleet)], guardian=False):
@@ -59,16 +69,24 @@ async def lateness(url: str) -> float:
         measured = sorted(late)
         for number in range(20):
             await fleet[0].schedules.remove(f"s{number}")
-    return measured[int(len(measured) * 0.99)]
+    return measured
 
 
-def cpu_seconds() -> float:
+class Used(NamedTuple):
+    """Shares of one core."""
+
+    process: float
+    server: float
+
+
+def seconds_used(servers: Callable[[], list[int]]) -> Used:
+    """Processor seconds of this process and of the server so far."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
+    return Used(usage.ru_utime + usage.ru_stime, sum(map(seconds_of, servers())))
 
 
-async def share(url: str) -> float:
-    """The share of one core of a worker with many schedules of which none is due, with its part of a list of all of them."""
+async def share(url: str, servers: Callable[[], list[int]]) -> Used:
+    """The shares of a worker with many schedules of which none is due, with its part of a list of all of them."""
     (tasks, *_) = fleet_of(url, [])
     records = ScheduleRecords(tasks)
     async with tasks:
@@ -77,35 +95,46 @@ async def share(url: str) -> float:
             async with anyio.create_task_group() as group:
                 for number in range(start, start + 500):
                     group.start_soon(records.write, f"s{number:05}", state, 0)
-        before = cpu_seconds()
+        before = seconds_used(servers)
         await records.list_all()
-        listed = cpu_seconds() - before
+        listed = [after - since for since, after in zip(before, seconds_used(servers), strict=True)]
         async with LoopGroup([tasks.loop()], guardian=False):
             await anyio.sleep(3)
-            before, began = cpu_seconds(), time.perf_counter()
+            before, began = seconds_used(servers), time.perf_counter()
             await anyio.sleep(SECONDS)
-            return (cpu_seconds() - before) / (time.perf_counter() - began) + listed / LIST_EVERY
+            passed = time.perf_counter() - began
+            waited = [(after - since) / passed for since, after in zip(before, seconds_used(servers), strict=True)]
+    return Used(*(wait + once / LIST_EVERY for wait, once in zip(waited, listed, strict=True)))
 
 
-def measure(store: str, url: str) -> list[Row]:
-    late = on_uvloop(lateness, f"{url}late")
-    used = on_uvloop(share, f"{url}many")
+def measure(kind: str, url: str) -> list[Row]:
+    """The rows of one store. ``{n}`` in the URL is the name of a mailbox."""
+    servers = benchmark("postgres").servers if kind == "postgres" else partial(list, children(os.getpid()))
+    late = on_uvloop(lateness, url.replace("{n}", "late"))
+    used = on_uvloop(share, url.replace("{n}", "many"), servers)
+    rows = [
+        beside(
+            f"schedules, {STORES[kind]}: a tick to its handler's start, {which} of {TICKS}", [late[int(len(late) * part)]],
+            GOAL, 1.0, lambda seconds: f"{seconds * 1e3:.1f} ms", at_most=True, note=f"{WORKERS} workers in one process, idle",
+        )
+        for which, part in (("p50", 0.5), ("p99", 0.99))
+    ]  # fmt: skip
+    at_server = f"; of the server: {used.server:.2%}" if servers() else ""
     return [
+        *rows,
         beside(
-            f"schedules, {store}: a tick to its handler's start, p99 of {TICKS}", [late], GOAL, 1.0,
-            lambda seconds: f"{seconds * 1e3:.1f} ms", at_most=True, note=f"{WORKERS} workers in one process, idle",
-        ),
-        beside(
-            f"schedules, {store}: {SCHEDULES:,} of them, none due", [used], SHARE, 1.0,
-            lambda part: f"{part:.2%} of a core", at_most=True, note="processor time of the process by the time that passed",
+            f"schedules, {STORES[kind]}: {SCHEDULES:,} of them, none due", [used.process], SHARE, 1.0,
+            lambda part: f"{part:.2%} of a core", at_most=True,
+            note=f"processor time of the process by the time that passed{at_server}",
         ),
     ]  # fmt: skip
 
 
 def main() -> None:
-    report(*measure("memory", "memory://"))
-    with tempfile.TemporaryDirectory() as directory:
-        report(*measure("SQLite", f"sqlite:///{Path(directory) / 'jobs.db'}?name="))
+    for kind in chosen(words(), STORES):
+        with benchmark("many_mailboxes").KINDS[kind]() as url:
+            if url is not None:
+                report(*measure(kind, url))
 
 
 if __name__ == "__main__":

@@ -30,7 +30,8 @@ class Backend:
 
     ``options`` are the mailbox's, by lease and call timeout. ``forgets``: its server answers before it has written removals
     and leases down, so that its kill takes the last of them back. ``two_steps``: a message is handed back with a delay in two
-    steps, and who is killed between them leaves two copies. ``transactional``: effects are in its transactions.
+    steps, and who is killed between them leaves two copies. ``transactional``: effects are in its transactions. ``limits``: it
+    keeps the limits of tasks.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Backend:
     forgets: bool = False
     two_steps: bool = False
     transactional: bool = False
+    limits: bool = True
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
@@ -53,11 +55,11 @@ class Backend:
         """The table of the effects."""
         return TABLE if self.transactional else None
 
-    def url(self, directory: Path, port: int | None) -> str:
-        """Of the mailbox, on a port of this machine or in a directory."""
+    def url(self, directory: Path, port: int | None, name: str) -> str:
+        """Of a mailbox, on a port of this machine or in a directory."""
         if port is None:
-            return f"{self.scheme}:///{directory}/mail.db?name=chaos"
-        return f"{self.scheme}://{self.path.format(port=port)}?name=chaos"
+            return f"{self.scheme}:///{directory}/mail.db?name={name}"
+        return f"{self.scheme}://{self.path.format(port=port)}?name={name}"
 
 
 def _postgres() -> PostgresServer:
@@ -92,7 +94,15 @@ BACKENDS = {
             transactional=True,
         ),
         Backend(
-            "nats", "nats", (_ASYNCIO, _UVLOOP), _nats, "127.0.0.1:{port}", _nats_options, forgets=True, two_steps=True
+            "nats",
+            "nats",
+            (_ASYNCIO, _UVLOOP),
+            _nats,
+            "127.0.0.1:{port}",
+            _nats_options,
+            forgets=True,
+            two_steps=True,
+            limits=False,
         ),
     )
 }

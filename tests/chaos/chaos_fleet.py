@@ -18,10 +18,12 @@ import anyio
 import anyio.to_thread
 import psutil
 from chaos_backends import effects, make_table
+from chaos_calls import Due
 from chaos_history import Progress, given_back, read_runs
 from chaos_judge import History, Life, Trouble
-from chaos_plan import Fate, Fault, Kind, Settings, faults, job
+from chaos_plan import SCHEDULES, Fate, Fault, Kind, Settings, faults, job
 from chaos_proxy import Proxy
+from chaos_tasks import schedule_of, tasks_on
 
 from mainspring import MailboxConnectionError, open_mailbox
 
@@ -30,13 +32,16 @@ if TYPE_CHECKING:
 
     from anyio.abc import Process
     from chaos_backends import Backend
+    from chaos_plan import Job
 
-    from mainspring import Mailbox
+    from mainspring import Context, Mailbox, Tasks
     from servers import Program
 
 PROGRAM = Path(__file__).with_name("chaos_program.py")
 MARK = "MAINSPRING_CHAOS_RUN"
 """In the environment of all processes of a run: their children are found by it."""
+PLAIN, CALLS = "chaos", "calls"
+"""The mailboxes of a run: of messages, and of the calls of tasks and schedules."""
 START = 60.0
 """How long a server may take to come back, a process to say that it is ready, an end to come where it is only to be seen."""
 
@@ -73,7 +78,7 @@ class Fleet:
         self.faults: dict[Kind, int] = dict.fromkeys(backend.kinds, 0)
         self.history = History(
             backend.name, settings.lease, settings.shutdown_budget, forgets=backend.forgets, two_steps=backend.two_steps,
-            must_claim_ahead=settings.must_claim_ahead,
+            limits=backend.limits, must_claim_ahead=settings.must_claim_ahead,
         )  # fmt: skip
         self._chance = random.Random(f"{settings.seed} victims")
         self._mark = secrets.token_hex(8)
@@ -98,6 +103,7 @@ class Fleet:
                         self._proxy = Proxy(self._server.port)
                         await tasks.start(self._proxy.serve)
                     self._set_up()
+                    await self._make_schedules()
                     await self._chaos_and_peace()
                 finally:
                     self._kill_all()
@@ -107,13 +113,13 @@ class Fleet:
         return self.history
 
     def _set_up(self) -> None:
-        self.direct = self.backend.url(self.directory, None if self._server is None else self._server.port)
-        through = self.backend.url(self.directory, None if self._proxy is None else self._proxy.port)
+        through = None if self._proxy is None else self._proxy.port
         if self.backend.table is not None:
-            make_table(self.direct)
+            make_table(self._direct(PLAIN))
         self._options = self.backend.options(self.settings.lease, self.settings.call_timeout)
         setup = {
-            "url": through,
+            "url": self.backend.url(self.directory, through, PLAIN),
+            "calls": self.backend.url(self.directory, through, CALLS),
             "options": self._options,
             "settings": self.settings.as_json(),
             "table": self.backend.table,
@@ -122,6 +128,15 @@ class Fleet:
         }
         self._setup = self.directory / "setup.json"
         self._setup.write_text(json.dumps(setup))
+
+    async def _make_schedules(self) -> None:
+        """Make those that no worker declares. From their next ticks on, each has to have a call."""
+        async with self._tasks() as tasks:
+            for ticking in SCHEDULES:
+                if not ticking.declared:
+                    made = await tasks.schedules.add(schedule_of(ticking))
+                    assert made.next_at is not None
+                    self.history.due[ticking.name] = Due(made.next_at.timestamp(), ticking.period)
 
     async def _chaos_and_peace(self) -> None:
         self.began = time.monotonic()
@@ -134,9 +149,11 @@ class Fleet:
                     tasks.start_soon(self._keep_worker, slot)
                 with anyio.CancelScope() as quiet:
                     tasks.start_soon(self._watch, quiet)
+                    await self._note_declared()
                     await self._hurt()
                     for ended in senders:
                         await ended.wait()
+                    await self._pause_schedules()
                     await self._drained()
                 self.ended = time.monotonic()
                 if quiet.cancel_called:
@@ -316,7 +333,7 @@ class Fleet:
         with anyio.move_on_after(START) as waiting:
             while True:
                 try:
-                    async with self._mailbox() as mailbox:
+                    async with self._mailbox(PLAIN) as mailbox:
                         await mailbox.counts()
                     return
                 except MailboxConnectionError:
@@ -356,28 +373,66 @@ class Fleet:
     async def _drained(self) -> None:
         """Until nothing waits. It comes and goes meanwhile, as a deploy does: what a NATS server forgot is looked for then."""
         while True:
-            async with self._mailbox() as mailbox:
+            async with self._mailbox(PLAIN) as mailbox, self._mailbox(CALLS) as calls:
                 with anyio.move_on_after(self.settings.lease):
-                    while (await mailbox.counts()).waiting:
+                    while (await mailbox.counts()).waiting or (await calls.counts()).waiting:
                         await anyio.sleep(0.1)
                     return
 
-    def _mailbox(self) -> Mailbox[Any, Any]:
-        """One that goes past the proxy."""
-        return open_mailbox(self.direct, body=Any, **self._options)
+    async def _note_declared(self) -> None:
+        """Wait until the workers have declared their schedules. From the next ticks on, each has to have a call."""
+        with anyio.fail_after(START):
+            async with self._tasks() as tasks:
+                for ticking in SCHEDULES:
+                    while ticking.name not in self.history.due:
+                        for found in await tasks.schedules.list():
+                            if found.name == ticking.name and found.next_at is not None:
+                                self.history.due[found.name] = Due(found.next_at.timestamp(), ticking.period)
+                        await anyio.sleep(0.05)
+
+    async def _pause_schedules(self) -> None:
+        """Pause all, once they have caught up with what was missed. Each tick before the next one has to have a call."""
+        async with self._tasks() as tasks:
+            with anyio.move_on_after(START) as caught_up:
+                while any(
+                    found.next_at is None or found.next_at.timestamp() < time.time() - 1
+                    for found in await tasks.schedules.list()
+                ):
+                    await anyio.sleep(0.1)
+            if caught_up.cancelled_caught:
+                self.history.hung.append(f"schedules did not tick any more: {await tasks.schedules.list()}")
+            for name, due in self.history.due.items():
+                paused = await tasks.schedules.pause(name)
+                assert paused.next_at is not None
+                due.end = paused.next_at.timestamp()
+
+    def _direct(self, name: str) -> str:
+        """The URL of a mailbox, past the proxy."""
+        return self.backend.url(self.directory, None if self._server is None else self._server.port, name)
+
+    def _mailbox(self, name: str) -> Mailbox[Any, Any]:
+        return open_mailbox(self._direct(name), body=Any, **self._options)
+
+    def _tasks(self) -> Tasks:
+        async def handle(job: Job | str, ctx: Context) -> None:
+            """No loop runs here."""
+
+        return tasks_on(open_mailbox(self._direct(CALLS), **self._options), handle)
 
     async def _look_at_the_end(self) -> None:
         history = self.history
         try:
-            async with self._mailbox() as mailbox:
-                counts = await mailbox.counts()
-                history.left, history.counts = counts.waiting, str(counts)
-                after = None
-                while letters := await mailbox.dead_letters(limit=1_000, after=after):
-                    history.dead |= {letter.message_id for letter in letters}
-                    after = letters[-1].message_id
+            for name in (PLAIN, CALLS):
+                async with self._mailbox(name) as mailbox:
+                    counts = await mailbox.counts()
+                    history.left += counts.waiting
+                    history.counts += f"{name}: {counts} "
+                    after = None
+                    while letters := await mailbox.dead_letters(limit=1_000, after=after):
+                        history.dead |= {letter.message_id for letter in letters}
+                        after = letters[-1].message_id
             if self.backend.table is not None:
-                history.effects = await anyio.to_thread.run_sync(effects, self.direct)
+                history.effects = await anyio.to_thread.run_sync(effects, self._direct(PLAIN))
         except MailboxConnectionError as error:
             history.hung.append(f"the store could not be read at the end: {error}")
 

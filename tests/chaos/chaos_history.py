@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
+from chaos_calls import Call, Tick
 from chaos_journal import Reader
 from chaos_judge import Run
 
@@ -35,7 +36,7 @@ class Progress:
         for reader, life in list(self._readers.values()):
             for line in reader.lines():
                 match line["what"]:
-                    case "effect":
+                    case "effect":  # a tick counts for nothing: it comes by itself
                         self.done += 1
                     case "accepted":
                         self.accepted.setdefault(line["id"], (line["number"], line["at"]))
@@ -74,9 +75,13 @@ def runs_of(process: str, lines: Iterable[dict[str, Any]]) -> list[Run]:
         match line["what"]:
             case "begun":
                 run = Run(line["id"], line["receipt"], process, line["at"], line["leased"], hand=line["hand"])
+                if "task" in line:
+                    run.call = Call(line["task"], line["key"], line["number"])
+                if "tick" in line:
+                    run.tick = Tick(line["schedule"], line["tick"])
                 runs[line["run"]] = run
                 unsettled[run.receipt].append(run)
-            case "effect":
+            case "effect" | "ticked":
                 run = runs[line["run"]]
                 run.effect, run.committed = line["at"], line.get("committed", False)
             case "ended":

@@ -13,11 +13,13 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from chaos_calls import TOLERANCE, judge_limits, judge_ticks
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-TOLERANCE = 0.1
-"""Seconds by which the clocks and granularities of leases may differ."""
+    from chaos_calls import Call, Due, Tick
+
 FORGETFUL = 130.0
 """Seconds of removals that a server may forget that writes them to its disk every two minutes."""
 KILLED = -signal.SIGKILL
@@ -48,6 +50,10 @@ class Run:
     """What the loop said became of the delivery."""
     hand: int = 0
     """How many messages the loop had in hand as it began."""
+    call: Call | None = None
+    """What its limits go by, if it is a call of a task with limits."""
+    tick: Tick | None = None
+    """The tick whose call it is."""
 
     @property
     def failed(self) -> bool:
@@ -95,6 +101,8 @@ class History:
     """Whether a message is handed back with a delay in two steps: who is killed between them leaves two copies."""
     patience: float = 10.0
     """How much longer than its budget a shutdown may take where the machine has much else to do."""
+    limits: bool = False
+    """Whether it keeps the limits of tasks."""
     must_claim_ahead: bool = False
     """Whether there was enough to do that takes no time, so that loops must have claimed ahead."""
     given_back: int = 0
@@ -104,6 +112,8 @@ class History:
     rejected: set[str] = field(default_factory=set)
     """Those accepted whose handler rejects them."""
     runs: list[Run] = field(default_factory=list)
+    due: dict[str, Due] = field(default_factory=dict)
+    """The ticks that have to have a call, by schedule."""
     dead: set[str] = field(default_factory=set)
     effects: Counter[str] | None = None
     """How often each message's effect was committed; None where there are no transactions."""
@@ -133,6 +143,8 @@ class Verdict:
     """The most messages that a loop had in hand then."""
     doubled: int = 0
     """Those of them before which the effect was already there."""
+    at_once: dict[str, int] = field(default_factory=dict)
+    """The most calls that were in flight at once, by limit."""
     gap: float = 0.0
     """The longest time in which no effect was done."""
 
@@ -144,6 +156,11 @@ def judge(history: History) -> Verdict:
     _effects_once(history, verdict)
     _runs_explained(history, verdict)
     _claimed_ahead(history, verdict)
+    verdict.broken += judge_ticks(history.due, history.runs)
+    if history.limits:
+        most = judge_limits(history.runs, {life.name: life for life in history.lives}, history.lease)
+        verdict.at_once = most.at_once
+        verdict.broken += most.broken
     for life in history.lives:
         verdict.broken += _ended_well(life, history)
     verdict.broken += [f"hung: {what}" for what in history.hung]

@@ -1,4 +1,4 @@
-"""What a run of chaos does, decided before it begins: the settings, the job of each message, and the faults. Nothing here acts.
+"""What a run of chaos does, decided before it begins: settings, jobs, limits, schedules and faults. Nothing here acts.
 
 The same seed gives the same jobs and the same faults at the same points of the progress. What it meets there is up to the real
 processes, so a run is repeated in kind, not to the letter.
@@ -10,6 +10,8 @@ import random
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
+
+from mainspring import Rate
 
 if TYPE_CHECKING:
     from typing import Any
@@ -90,6 +92,27 @@ LARGE = 25
 """Of as many jobs one is large."""
 
 
+class Limited(StrEnum):
+    """The tasks. Of the jobs a quarter are calls of them; the others are messages of a plain mailbox."""
+
+    TASK = "limited"
+    """At most ``CONCURRENCY`` run at once."""
+    KEYS = "keyed"
+    """Of each key at most ``KEY_CONCURRENCY``."""
+    RATE = "rated"
+    ORDER = "ordered"
+    """Of each key one at once, in the order of the sends; a retry holds up its key."""
+
+
+CONCURRENCY = 3
+KEY_CONCURRENCY = 2
+RATE = Rate(100, 1, burst=5)
+MOST_IN_FLIGHT = 8
+"""How many calls of all tasks together run at once."""
+KEYS = 2
+"""How many keys the calls of each sender have."""
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """A message's body."""
@@ -99,6 +122,9 @@ class Job:
     takes: float
     data: str = ""
     """What makes a few of them large: stores may keep a large body elsewhere than a small one."""
+    task: Limited | None = None
+    """The task that it calls; None: it is a message of the plain mailbox."""
+    key: str = ""
 
     @property
     def whole(self) -> bool:
@@ -117,14 +143,35 @@ def job(settings: Settings, number: int) -> tuple[Job, float]:
     fate = chance.choices(list(Fate), (0.985, 0.0125, 0.0025))[0]
     # A few take longer than a lease: they live by its renewal.
     takes = 1.25 * settings.lease if chance.random() < 0.003 else chance.expovariate(1 / settings.takes)
-    if number // settings.burst % 2:
+    task = list(Limited)[number // 8 % len(Limited)] if number % 8 in (2, 5) else None
+    if number // settings.burst % 2 and task is None:
         takes = 0.0
     delay = chance.uniform(0.05, 0.5) if chance.random() < 0.02 else 0.0
-    return Job(number, fate, min(takes, 1.25 * settings.lease), _data(number)), delay
+    if task is Limited.ORDER:
+        delay = 0.0  # a delayed call takes its place in the order when its delay is over
+    key = "" if task is None else f"{number % settings.senders}-{number // 32 % KEYS}"
+    return Job(number, fate, min(takes, 1.25 * settings.lease), _data(number), task, key), delay
 
 
 def _data(number: int) -> str:
     return f"{number} ".ljust(100_000, "x") if number % LARGE == 0 else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Ticking:
+    """A schedule: each tick calls one task, also the ticks that are missed."""
+
+    name: str
+    period: int
+    """Seconds between two ticks."""
+    declared: bool
+    """Whether the workers declare it, as a cron line; else it is made at run time, as an interval."""
+
+
+SCHEDULES = (
+    *(Ticking(f"cron {period} {number}", period, declared=True) for number, period in enumerate((1, 1, 2, 3))),
+    *(Ticking(f"every {period} {number}", period, declared=False) for number, period in enumerate((1, 1, 2, 3))),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,11 @@ def rows(outcomes: list[Outcome]) -> list[list[str]]:
         line("begun with more claimed ahead", lambda o: f"{o.verdict.ahead:,}"),
         line("  most in hand", lambda o: o.verdict.most_ahead),
         line("  given back before they began", lambda o: f"{o.history.given_back:,}"),
+        line("ticks of schedules", lambda o: f"{sum(len(list(due.ticks)) for due in o.history.due.values()):,}"),
+        *(
+            line(f"calls of {what} at once", lambda o, what=what: o.verdict.at_once.get(what, "-"))
+            for what in dict.fromkeys(what for outcome in outcomes for what in outcome.verdict.at_once)
+        ),
         line("lost", lambda o: o.verdict.lost),
         line("twice in transactions", lambda o: "-" if o.verdict.twice is None else o.verdict.twice),
         line("runs again", lambda o: o.verdict.again.total()),

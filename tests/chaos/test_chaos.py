@@ -10,7 +10,7 @@ from functools import partial
 import anyio
 import pytest
 from chaos_backends import BACKENDS
-from chaos_plan import Kind
+from chaos_plan import CONCURRENCY, KEY_CONCURRENCY, SCHEDULES, Kind
 from chaos_run import one, short
 
 pytestmark = pytest.mark.slow
@@ -29,3 +29,7 @@ def test_chaos_breaks_no_promise(name, tmp_path):
     for kind in backend.kinds:
         assert outcome.faults[kind] > 0 or kind is Kind.SENDER, f"no {kind}: it shows nothing"
     assert outcome.verdict.again.total() > 0, "no fault hit a handler: it shows nothing"
+    assert all(len(list(outcome.history.due[each.name].ticks)) > 1 for each in SCHEDULES), "they hardly ticked"
+    if backend.limits:
+        tried = outcome.verdict.at_once
+        assert (tried["a task"], tried["a key"]) == (CONCURRENCY, KEY_CONCURRENCY), "no call waited for a limit"

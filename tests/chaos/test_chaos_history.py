@@ -36,6 +36,14 @@ def test_a_run_is_put_together():
     assert (cut_short.ended, cut_short.how, cut_short.settled, cut_short.outcome) == (None, None, None, None)
 
 
+def test_a_run_says_what_it_was_a_call_of():
+    call = {**begun(1.0, 1), "task": "ordered", "key": "k", "number": 7}
+    tick = {**begun(2.0, 2), "schedule": "s", "tick": 1_000.5}
+    first, second = runs_of("worker", [call, tick, {"what": "ticked", "at": 2.5, "run": 2}])
+    assert (first.call, first.tick) == (("ordered", "k", 7), None)
+    assert (second.call, second.tick, second.effect) == (None, ("s", 1_000.5), 2.5)
+
+
 def test_two_runs_with_one_receipt_are_two():
     lines = [
         begun(1.0, 1),
@@ -73,6 +81,7 @@ async def test_a_journal_is_followed_while_it_grows(tmp_path, anyio_backend):
     await journal.secure()
     assert progress.look() == 1
     assert life.ready is not None
+    journal.note("ticked", run=3)  # it comes by itself
     journal.note("effect", run=2)
     with (tmp_path / "worker.jsonl").open("ab") as file:
         file.write(b'{"what":"eff')  # a line that is not whole yet
@@ -80,4 +89,9 @@ async def test_a_journal_is_followed_while_it_grows(tmp_path, anyio_backend):
     with (tmp_path / "worker.jsonl").open("ab") as file:
         file.write(b'ect","at":1,"run":3}\n')
     assert progress.look() == 3
-    assert [line["what"] for line in Reader(tmp_path / "worker.jsonl").lines()] == ["ready", *["effect"] * 3]
+    assert [line["what"] for line in Reader(tmp_path / "worker.jsonl").lines()] == [
+        "ready",
+        "effect",
+        "ticked",
+        *["effect"] * 2,
+    ]

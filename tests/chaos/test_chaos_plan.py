@@ -17,7 +17,7 @@ import anyio
 import psutil
 import pytest
 from chaos_backends import BACKENDS
-from chaos_plan import Fate, Kind, faults, job
+from chaos_plan import KEYS, Fate, Kind, Limited, faults, job
 from chaos_run import full, one, short
 
 
@@ -57,10 +57,21 @@ def test_some_jobs_outlast_a_lease_some_fail_and_some_are_rejected():
 
 def test_quick_jobs_come_in_bursts_and_half_of_the_workers_can_claim_them_ahead():
     settings = full(100_000, 3)
-    quick = [job(settings, number)[0].quick for number in range(4 * settings.burst)]
-    assert quick == ([False] * settings.burst + [True] * settings.burst) * 2
+    jobs = [job(settings, number)[0] for number in range(4 * settings.burst)]
+    for each in jobs:
+        assert each.quick == (each.task is None and each.number // settings.burst % 2 == 1)
     handlers = [settings.handlers(slot) for slot in range(settings.workers)]
     assert sorted(handlers) == [1, 1, settings.concurrency, settings.concurrency]
+
+
+def test_a_quarter_of_the_jobs_are_calls_and_each_key_is_of_one_sender():
+    settings = full(100_000, 3)
+    jobs = [job(settings, number) for number in range(4_000)]
+    tasks = Counter(each.task for each, _ in jobs)
+    assert tasks == {None: 3_000, **dict.fromkeys(Limited, 250)}
+    senders = {(each.task, each.key, each.number % settings.senders) for each, _ in jobs if each.task}
+    assert len(senders) == len({(task, key) for task, key, _ in senders}) == len(Limited) * KEYS * settings.senders
+    assert not any(delay for each, delay in jobs if each.task is Limited.ORDER)
 
 
 def test_a_server_that_is_not_installed_is_told_by_name(tmp_path):
