@@ -138,6 +138,63 @@ async def test_the_calls_of_a_key_run_in_the_order_of_their_sends(store):
 
 
 @LIMITING
+async def test_calls_by_an_alias_count_in_the_limits_of_the_task(store):
+    url, runs = store.url(), Runs()
+    before, now = Tasks(url), Tasks(url)
+    old = limited(before, runs, name="old", key="key")
+    new = limited(now, runs, aliases=["old"], key="key", concurrency=1, ordered=True)
+    async with before, now:
+        for n in range(4):
+            await (new if n == 2 else old).send(f"{n}", seconds=0.02)
+        async with group_of(now):
+            await until_done(now.mailbox)
+    assert [what for what in runs.order if what != "2"] == ["0", "1", "3"]
+    assert (len(runs.order), runs.most["all"]) == (4, 1)
+
+
+@LIMITING
+async def test_a_paused_task_is_paused_under_its_aliases(store):
+    url, runs = store.url(), Runs()
+    before, now = Tasks(url), Tasks(url)
+    old = limited(before, runs, name="old")
+    new = limited(now, runs, aliases=["old"])
+    async with before, now:
+        await now.pause(new)
+        await old.send("a", fail=1, seconds=0)  # a claim that counts as an attempt would let it be done at once
+        async with group_of(now):
+            with anyio.fail_after(10):
+                while [state.waiting for state in await now.limits()] != [1]:
+                    await anyio.sleep(0.01)
+            assert not runs.order
+            await now.resume(new)
+            with anyio.fail_after(10):
+                while not runs.order:
+                    await anyio.sleep(0.01)
+            assert (await now.mailbox.counts()).delayed == 1
+
+
+@virtually
+async def test_a_call_by_an_alias_that_the_store_does_not_answer_for_is_tried_again():
+    class Failing(WrappedBackend):
+        failures = 1
+
+        async def set_task(self, delivery, task):
+            if self.failures:
+                self.failures -= 1
+                raise MailboxConnectionError("no route to the store")
+            return await self.inner.set_task(delivery, task)
+
+    mailbox, runs = InMemoryMailbox(), Runs()
+    before, now = Tasks(mailbox.address), Tasks(wrap(mailbox, Failing), retry=RetryPolicy(initial_delay=5))
+    limited(now, runs, aliases=["old"], concurrency=1)
+    async with before, now:
+        await limited(before, Runs(), name="old").send("a")
+        async with group_of(now):
+            await until_done(now.mailbox, seconds=100, every=0.5)
+    assert runs.order == ["a"]
+
+
+@LIMITING
 async def test_every_way_of_sending_names_the_task_the_key_and_the_weight(store):
     tasks = Tasks(store.url(), retry=RetryPolicy(initial_delay=0))
 

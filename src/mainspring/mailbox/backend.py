@@ -396,6 +396,16 @@ class Backend(ABC):
         """
         raise ConfigError(f"mailbox {self.name!r} keeps no limits (Capabilities.limits); {LIMITED} do")
 
+    async def set_task(self, delivery: ClaimedMessage, task: str) -> bool:
+        """Let a message in flight belong to ``task``, if that has limits and the message belongs to another; True if it did so.
+
+        Then the message has no permits any more, and the caller releases it: it waits for those of ``task`` in its old place.
+
+        :raises ReceiptHandleExpiredError: the lease is not held any more.
+        :raises ConfigError: the backend cannot (:attr:`Capabilities.limits`).
+        """
+        raise ConfigError(f"mailbox {self.name!r} keeps no limits (Capabilities.limits); {LIMITED} do")
+
     async def limits(self) -> list[LimitState]:
         """Return the tasks that have limits, are paused or have a changed concurrency, in the order of their names.
 

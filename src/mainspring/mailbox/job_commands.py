@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mainspring.mailbox.batched import Command
+from mainspring.mailbox.batched import Command, OfDelivery
 
 if TYPE_CHECKING:
     from mainspring.mailbox.limiters import LimitChange
@@ -49,6 +49,13 @@ class ChangeLimits(Command):
     """Change limits in one step."""
 
     changes: list[LimitChange]
+
+
+@dataclass(eq=False, repr=False, slots=True)
+class SetTask(OfDelivery):
+    """The message belongs to ``task``, if that has limits; results in True if it belonged to another before."""
+
+    task: str
 
 
 @dataclass(eq=False, repr=False, slots=True)

@@ -384,6 +384,13 @@ def head(name: str) -> bytes:
     return HEAD + name.encode() + ARGS
 
 
+def is_call_of(task: Task[..., Any], raw: bytes | Unserialized) -> bool:
+    """True if a call names the task so, and not by an alias. False if another program has written it in a way of its own."""
+    if isinstance(raw, Unserialized):
+        return isinstance(raw.body, TaskCall) and raw.body.task.name == task.name
+    return raw.startswith(task.head)
+
+
 def with_arguments(raw: bytes, arguments: Mapping[str, Any]) -> bytes:
     """Return the JSON of a call with these arguments (JSON values) in place of its own of the same names. They are not checked.
 

@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING, Any, Self
 
 import anyio
 
-from mainspring.errors import SerializationError
+from mainspring.errors import MailboxError, SerializationError
 from mainspring.mailbox import replies
 from mainspring.mailbox.records import CHAIN_PART
 from mainspring.tasks.batches import BatchItem, CallBatches, OpenBatches
-from mainspring.tasks.calls import TaskCall
+from mainspring.tasks.calls import TaskCall, is_call_of
 from mainspring.tasks.chain_runs import Recordings, chain_step
 from mainspring.tasks.limits import declare
 from mainspring.tasks.unique import latest_call
+from mainspring.worker.delivery import Phase
 from mainspring.worker.handler import Handler, Handlers, as_coroutine_function
 from mainspring.worker.middleware import wrappers_of
+from mainspring.worker.outcome import RELEASED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     from mainspring.tasks.task import Task
     from mainspring.tasks.tasks import Tasks
     from mainspring.worker.context import Context
-    from mainspring.worker.delivery import Delivery, HandlerRuns, Wrapper
+    from mainspring.worker.delivery import Delivery, HandlerRuns, Runs, Wrapper
     from mainspring.worker.outcome import Decision
     from mainspring.worker.settings import WorkerSettings
 
@@ -133,8 +135,8 @@ class TaskRuns:
         self._settings = settings
         self._pools = pools
         self._make = make
-        self._by_task: dict[Task[..., Any], HandlerRuns] = {}
-        self._in_chains: dict[Task[..., Any], HandlerRuns] = {}
+        self._by_task: dict[Task[..., Any], Runs] = {}
+        self._in_chains: dict[Task[..., Any], Runs] = {}
         """Those of calls that are parts of chains."""
         self._calls: dict[Task[..., Any], Callable[..., Coroutine[Any, Any, Any]]] = {}
         self._open_batches = OpenBatches(settings.concurrency)
@@ -173,7 +175,7 @@ class TaskRuns:
         runs = self._of(delivery)
         return "" if runs is self._unreadable else runs.handler_of(delivery)
 
-    def _of(self, delivery: Delivery) -> HandlerRuns:
+    def _of(self, delivery: Delivery) -> Runs:
         try:
             task = delivery.message.body.task
         except SerializationError:
@@ -182,7 +184,7 @@ class TaskRuns:
             return self._in_chains.get(task) or self._runs_of(task, in_chain=True)
         return self._by_task.get(task) or self._runs_of(task, in_chain=False)
 
-    def _runs_of(self, task: Task[..., Any], *, in_chain: bool) -> HandlerRuns:
+    def _runs_of(self, task: Task[..., Any], *, in_chain: bool) -> Runs:
         how = task.handling
         settings = self._settings._replace(
             handler=task.name,
@@ -192,7 +194,7 @@ class TaskRuns:
             wants_context=task.parameters.context is not None,
             in_thread=not task.is_async and how.batch is None,
         )
-        runs = self._make(
+        runs: Runs = self._make(
             self._calls.get(task) or self._call_of(task),
             settings,
             _replier(task),
@@ -200,6 +202,8 @@ class TaskRuns:
             outer=self._outer(task, in_chain=in_chain),
             encode_result=task.encode_result,
         )
+        if how.aliases and task.tasks.mailbox.capabilities.limits:
+            runs = AliasRuns(runs, task)
         runs.cancelled = self.cancelled
         (self._in_chains if in_chain else self._by_task)[task] = runs
         return runs
@@ -235,6 +239,52 @@ class TaskRuns:
             return batches.join(BatchItem(argument, context))
 
         return join
+
+
+class AliasRuns:
+    """The handler runs of a task with aliases: a call by an alias comes under the limits of the task before it runs.
+
+    The store knows a message by the name that it was sent with. So a worker that claims a call by an alias gives it the name of
+    the task there, if the task has limits. Then it releases the call, which is no attempt. The call waits at the limiters of
+    the task, in its old place.
+    """
+
+    def __init__(self, runs: Runs, task: Task[..., Any]) -> None:
+        self._runs = runs
+        self._task = task
+
+    @property
+    def cancelled(self) -> bool:
+        return self._runs.cancelled
+
+    @cancelled.setter
+    def cancelled(self, cancelled: bool) -> None:
+        self._runs.cancelled = cancelled
+
+    def shut_down(self) -> None:
+        self._runs.shut_down()
+
+    def resize(self, slots: int) -> None:
+        self._runs.resize(slots)
+
+    async def make(self, delivery: Delivery, scope: anyio.CancelScope) -> Decision:
+        claimed, task = delivery.message.delivery, self._task
+        if not is_call_of(task, claimed.body):
+            try:
+                waits = await task.tasks.mailbox.backend.set_task(claimed, task.name)
+            except MailboxError as error:
+                delivery.phase = Phase.ENDED
+                return self.judge(delivery, error)
+            if waits:
+                delivery.phase = Phase.ENDED
+                return RELEASED
+        return await self._runs.make(delivery, scope)
+
+    def judge(self, delivery: Delivery, error: BaseException) -> Decision:
+        return self._runs.judge(delivery, error)
+
+    def handler_of(self, delivery: Delivery) -> str:
+        return self._runs.handler_of(delivery)
 
 
 def _of_many(task: Task[..., Any], pool: OffloadPool | None) -> Callable[[list[BatchItem]], Coroutine[Any, Any, Any]]:

@@ -69,6 +69,7 @@ class TaskOptions:
     weight: Weight | None = None
     limits: TaskLimits = UNLIMITED
     debounce: Debounce | None = None
+    aliases: tuple[str, ...] = ()
 
     @property
     def is_limited(self) -> bool:

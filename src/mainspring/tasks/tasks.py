@@ -234,7 +234,7 @@ class Tasks:
         the message. Put it first, so that type checkers know that callers leave it out.
 
         :param name: how messages name it; the function's name by default. Keep the name when the function is renamed.
-        :param aliases: former names, as ``["email"]``: their calls also run here. Limits hold for each name by itself.
+        :param aliases: former names, as ``["email"]``: their calls also run here, within the limits of the task.
         :param retry: how long a failed call waits before it is tried again.
         :param dead_letter: when a call is given up.
         :param timeout: seconds after which the function is cancelled, as a failed attempt.
@@ -308,7 +308,7 @@ class Tasks:
         parameters = Parameters(name, fn, names, is_batch=handling.batch is not None)
         check_key(name, handling.key, parameters.names)
         check_weight(name, handling.weight, parameters.names)
-        handling = replace(handling, limits=limits.checked(name, handling.key, self.mailbox))
+        handling = replace(handling, limits=limits.checked(name, handling.key, self.mailbox), aliases=tuple(aliases))
         task: Task[..., Any] = Task(self, name, fn, parameters, handling, sending)
         check_offload(f"task {name}", handling.offload, is_async=task.is_async)
         self.registered |= dict.fromkeys((name, *aliases), task)

@@ -371,6 +371,13 @@ class MemoryBackend(Backend):
         store.queue.limits.change(changes, now)
         store.changed()
 
+    async def set_task(self, delivery: ClaimedMessage, task: str) -> bool:
+        """Never waits, so a cancellation does not reach it."""
+        store = self._here()
+        has_changed = store.queue.set_task(delivery, store.clock(), task)
+        store.changed()
+        return has_changed
+
     async def limits(self) -> list[LimitState]:
         store = self._here()
         store.queue.advance(store.clock())

@@ -589,6 +589,15 @@ class MemoryQueue:
         entry = self.leased(delivery, now)
         entry.lease_until = max(entry.lease_until, now + timeout)
 
+    def set_task(self, delivery: ClaimedMessage, now: float, task: str) -> bool:
+        """Let it belong to another task, if that has limits; see :meth:`Backend.set_task`."""
+        entry = self.leased(delivery, now)
+        if entry.task in (None, task) or task not in self.limits.tasks:
+            return False
+        self._end_permits(entry, now)
+        entry.task, self._listing = task, None
+        return True
+
     def _end_lease(self, entry: QueuedMessage) -> None:
         entry.place = GONE
         self._timers.end_leases([entry.receipt_handle])
@@ -667,10 +676,9 @@ class MemoryQueue:
         if entry.place == IN_FLIGHT:
             outcome = CancelOutcome.CANCELLED
             self._end_lease(entry)
-            self._end_permits(entry, now)
         else:
             self._take_out(entry, now)
-            self._end_permits(entry, now)
+        self._end_permits(entry, now)
         self._free_key(entry)
         self.settled += 1
         return Cancelled(outcome, entry.reply_to, entry.headers)

@@ -24,6 +24,7 @@ from mainspring.mailbox.limits import (
     check_row,
     full,
     is_name,
+    lease_over,
     no_thread_connection,
     size_of,
 )
@@ -75,6 +76,7 @@ from mainspring.mailbox.postgres.values import (
     Texts,
     array,
     dead_row,
+    leases,
     portions,
     record_values,
     stored_name,
@@ -695,6 +697,13 @@ class PostgresBackend(BatchedBackend):
     async def change_limits(self, changes: list[LimitChange]) -> None:
         pending = int(await self._pool.value("change_limits", self._number, changes_text(changes)))
         self._pool.listener.wake(self._number, pending)
+
+    async def set_task(self, delivery: ClaimedMessage, task: str) -> bool:
+        named, held = leases([delivery])
+        has_changed = await self._pool.value("set_task", self._number, named, held, stored_name(task))
+        if has_changed is None:
+            raise lease_over(delivery)
+        return bool(has_changed)
 
     async def limits(self) -> list[LimitState]:
         return [state_row(row) for row in await self._pool.rows("limits", self._number)]

@@ -22,6 +22,7 @@ from mainspring.mailbox.job_commands import (
     ListRecords,
     ReplaceBody,
     Reschedule,
+    SetTask,
     WriteRecord,
 )
 from mainspring.mailbox.limits import SILENCE, check_real_time, check_size
@@ -418,6 +419,9 @@ class RedisBackend(BatchedBackend):
     async def change_limits(self, changes: list[LimitChange]) -> None:
         """Change limits in one step. Of many messages that wait, some become ready with it, and the rest soon after."""
         await self.call(ChangeLimits(changes))
+
+    async def set_task(self, delivery: ClaimedMessage, task: str) -> bool:
+        return bool(await self.call(SetTask(delivery, task)))
 
     async def limits(self) -> list[LimitState]:
         states: list[LimitState] = await self.call(ListLimits())

@@ -9,7 +9,7 @@ import json
 from typing import TYPE_CHECKING, Any, Final
 
 from mainspring.errors import MailboxConnectionError
-from mainspring.mailbox.job_commands import ChangeLimits, ListLimits, ListMessages, ReplaceBody
+from mainspring.mailbox.job_commands import ChangeLimits, ListLimits, ListMessages, ReplaceBody, SetTask
 from mainspring.mailbox.limiters import Blocks, LimitState, TaskLimits
 from mainspring.mailbox.message import MessagePage
 from mainspring.mailbox.redis.commands import (
@@ -22,6 +22,7 @@ from mainspring.mailbox.redis.commands import (
     named,
     read_unfinished,
     single,
+    take_settled,
 )
 from mainspring.policies import Rate
 
@@ -89,6 +90,11 @@ def _take_replaced(command: ReplaceBody, result: int) -> None:
         command.result = AGAIN if result == -1 else OUTCOMES[result]
 
 
+def _take_task_set(command: SetTask, result: int) -> None:
+    take_settled(command, result)
+    command.result = result == 2
+
+
 def _take_states(command: ListLimits, result: Any) -> None:
     command.result = AGAIN if result == -1 else sorted(map(_read_state, result), key=_task_of)
 
@@ -113,6 +119,7 @@ def _task_of(state: LimitState) -> str:
 TASK_OPERATIONS: Final[dict[type[Command], Operation]] = {
     ReplaceBody: single(3, lambda _, c: ("replace_body", encoded(c.message_id), c.body), _take_replaced),
     ChangeLimits: single(3, _change),
+    SetTask: single(2, lambda _, c: ("set_task", encoded(c.delivery.receipt_handle), encoded(c.task)), _take_task_set),
     ListMessages: single(10, _list, _take_page),
     ListLimits: single(10, lambda *_: ("limits",), _take_states),
 }

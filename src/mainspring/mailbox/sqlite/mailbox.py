@@ -27,6 +27,7 @@ from mainspring.mailbox.job_commands import (
     ListRecords,
     ReplaceBody,
     Reschedule,
+    SetTask,
     WriteRecord,
 )
 from mainspring.mailbox.limits import check_column, check_row, lease_over
@@ -347,6 +348,9 @@ class SQLiteBackend(batched.BatchedBackend):
 
     async def change_limits(self, changes: list[LimitChange]) -> None:
         await self.call(ChangeLimits(changes))
+
+    async def set_task(self, delivery: ClaimedMessage, task: str) -> bool:
+        return bool(await self.call(SetTask(delivery, task)))
 
     async def limits(self) -> list[LimitState]:
         return await self.call(ListLimits())  # type: ignore[no-any-return]

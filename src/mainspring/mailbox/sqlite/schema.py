@@ -355,6 +355,8 @@ HELD = """SELECT l.seq, l.pos, l.claimed_at, m.rank, m.expires_at, m.task, m.key
     FROM leases AS l CROSS JOIN messages AS m ON m.seq = l.seq WHERE l.lease = ? AND l.mailbox = ? AND l.until > ?"""
 PERMITS_HELD = f"""SELECT m.task, m.key, l.permits FROM leases AS l CROSS JOIN messages AS m ON m.seq = l.seq
     WHERE l.lease {_GIVEN} AND l.permits"""
+SET_TASK = "UPDATE messages SET task = ? WHERE seq = ?"
+FORGET_PERMITS = "UPDATE leases SET permits = NULL WHERE lease = ?"
 DROP_LEASE = "DELETE FROM leases WHERE lease = ?"
 DROP_MESSAGE = "DELETE FROM messages WHERE seq = ?"
 CAME_BACK = """UPDATE messages SET deliveries = deliveries + 1, attempts = attempts + ?,

@@ -20,6 +20,7 @@ from mainspring.mailbox.job_commands import (
     ListRecords,
     ReplaceBody,
     Reschedule,
+    SetTask,
     WriteRecord,
 )
 from mainspring.mailbox.limiters import Blocks
@@ -439,6 +440,22 @@ def _end_permits(work: UnitOfWork, mailbox: int, held: tuple[Any, ...], keeps: B
     return work.limits.left(mailbox, call, was_claimed=True, keeps=keeps)
 
 
+def _set_task(work: UnitOfWork, commands: list[SetTask]) -> None:
+    for command in commands:
+        lease, task, limits = int(command.delivery.receipt_handle), command.task, work.limits
+        rows = work.rows(sql.HELD, (lease, command.mailbox, work.boot))
+        if not rows:
+            command.error = lease_over(command.delivery)
+            continue
+        call = Limitable.of(*rows[0][-4:])
+        command.result = False
+        if limits is not None and call is not None and call.task != task and task in limits.of_mailbox(command.mailbox):
+            limits.left(command.mailbox, call, was_claimed=True)
+            work.execute(sql.SET_TASK, (task, rows[0][0]))
+            work.execute(sql.FORGET_PERMITS, (lease,))
+            command.result = True
+
+
 def _extend(work: UnitOfWork, commands: list[batched.Extend]) -> None:
     for command in commands:
         until = work.boot + command.timeout
@@ -495,6 +512,7 @@ _IN_ORDER: tuple[tuple[type, Callable[[UnitOfWork, Any], None]], ...] = (
     (batched.Open, _open),
     (ChangeLimits, change_limits),
     (batched.Unclaim, _unclaim),
+    (SetTask, _set_task),
     (JoiningAcknowledge, _acknowledge),
     (batched.Reply, _acknowledge_and_reply),
     (batched.NackCommand, _nack),

@@ -6,11 +6,11 @@ from collections import Counter
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from mainspring.errors import MailboxClosedError
+from mainspring.errors import MailboxClosedError, ReceiptHandleExpiredError
 from mainspring.mailbox.limiters import ALL_TASKS, Blocks, LimitChange, LimitState, TaskLimits
-from mainspring.mailbox.message import CancelOutcome, MessagePlace, RescheduleOutcome
+from mainspring.mailbox.message import CancelOutcome, MessagePlace, MessageQuery, RescheduleOutcome
 from mainspring.policies import Rate
-from mainspring.testing.mailbox_contract.harness import AnyMailbox, Harness, check, equal, on_mailbox
+from mainspring.testing.mailbox_contract.harness import AnyMailbox, ContractError, Harness, check, equal, on_mailbox
 
 if TYPE_CHECKING:
     from mainspring.mailbox.message import Message
@@ -427,6 +427,45 @@ async def limits_are_listed(h: Harness, box: AnyMailbox) -> None:
     equal((state.task, state.limits, state.concurrency, state.most), ("t", limits, 7, 7), "after a change elsewhere")
     await box.backend.change_limits([LimitChange("t", TaskLimits(), concurrency=0)])
     equal(await box.backend.limits(), [], "when all was taken back")
+
+
+@on_mailbox("limits")
+async def a_message_in_flight_gets_another_task(h: Harness, box: AnyMailbox) -> None:
+    """A message that is given another task ends its permits. Once released it waits, in its place, at the limiters of that."""
+    await _limit(box, concurrency=1, key_concurrency=1)
+    await _limit(box, "old", concurrency=2)
+    await _send(box, "o1", "o2", "o3", task="old", key="a")
+    await _send(box, "t1", key="a")
+    first = {message.body: message for message in await _claim(box)}
+    equal(set(first), {"o1", "o2", "t1"}, "claimed by the limits of each")
+    for body in ("o1", "o2"):
+        delivery = first[body].delivery
+        check(await box.backend.set_task(delivery, "t"), f"{body} got another task")
+        check(not await box.backend.set_task(delivery, "t"), f"{body} had the task already")
+        await first[body].release()
+    (third,) = await _claim(box)
+    equal(third.body, "o3", "the others wait for t1, and have left the old limiter")
+    check(not await box.backend.set_task(third.delivery, "without limits"), "a task without limits is none to wait for")
+    await third.acknowledge()
+    await first["t1"].acknowledge()
+    for body in ("o1", "o2"):
+        (message,) = await _claim(box)
+        equal((message.body, message.attempt), (body, 1), "one at a time, in order, and uncharged")
+        if box.capabilities.listing:
+            page = await box.backend.list_messages(MessageQuery(MessagePlace.IN_FLIGHT, 10, task="t", key="a"))
+            equal([each.message.message_id for each in page.messages], [message.id], "listed under its task")
+            page = await box.backend.list_messages(MessageQuery(MessagePlace.IN_FLIGHT, 10, task="old"))
+            equal(page.messages, [], "listed under its former task")
+        await message.acknowledge()
+    try:
+        await box.backend.set_task(message.delivery, "old")
+        raise ContractError("a settled message got another task")
+    except ReceiptHandleExpiredError:
+        pass
+    await h.counts(box, settled=4)
+    equal(
+        [(state.running, state.waiting) for state in await box.backend.limits()], [(0, 0), (0, 0)], "no permit is left"
+    )
 
 
 @on_mailbox("limits", "priority")

@@ -546,6 +546,9 @@ class SimulatedBackend(Backend):
     async def change_limits(self, changes: list[LimitChange]) -> None:
         await self._call("limits", self.store.backend.change_limits, changes)
 
+    async def set_task(self, delivery: ClaimedMessage, task: str) -> bool:
+        return await self._call("limits", self.store.backend.set_task, delivery, task)
+
     async def limits(self) -> list[LimitState]:
         return await self._call("limits", self.store.backend.limits)
 

@@ -535,6 +535,29 @@ BEGIN
     RETURN pending;
 END $$;
 
+CREATE OR REPLACE FUNCTION mainspring.set_task(box integer, ids text[], leases integer[], to_task text) RETURNS boolean
+LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off AS $$
+-- Let a message in flight belong to another task, if that has limits. Whether it did so: then it has no permit of a task or a key
+-- any more. NULL: the lease is not held.
+DECLARE was record;
+BEGIN
+    SELECT m.id, m.task, m.task_key, m.permits INTO was FROM mainspring.messages m
+        WHERE m.id = ids[1] AND m.lease = leases[1] AND m.mailbox = box AND m.state + 0 = 2 AND m.due > clock_timestamp() FOR UPDATE;
+    IF NOT FOUND THEN
+        RETURN NULL;
+    END IF;
+    IF was.task IS NULL OR was.task = to_task
+        OR NOT EXISTS (SELECT FROM mainspring.task_limits l WHERE l.mailbox = box AND l.task = to_task) THEN
+        RETURN false;
+    END IF;
+    UPDATE mainspring.messages m SET task = to_task, permits = CASE WHEN m.permits > 0 THEN 4 END
+        WHERE m.id = was.id AND m.mailbox = box;
+    IF was.permits > 0 THEN
+        PERFORM mainspring.free_permits(box, ARRAY[was.task], ARRAY[was.task_key]);
+    END IF;
+    RETURN true;
+END $$;
+
 CREATE OR REPLACE FUNCTION mainspring.keys_that_wait(box integer, of_task text) RETURNS SETOF text
 LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET enable_sort = off SET jit = off
 SET plan_cache_mode = force_generic_plan AS $$

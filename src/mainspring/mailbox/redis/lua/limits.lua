@@ -639,6 +639,21 @@ function limits.come_again(box, entry, place, ended)
   return limits.enter(box, entry, place)
 end
 
+-- Let a message in flight belong to another task, if that has limits. Whether it did so: then it has no permits any more.
+function limits.set_task(box, id, task)
+  local about = redis.call('HGET', box.more, 't' .. id)
+  local entry = about and read_entry(id, about)
+  if not entry or entry.task == task or not limits_of(box, task) then
+    return false
+  end
+  take_back(box, entry, 0, true)
+  redis.call('ZREM', box.listed, listed_at(entry))
+  local key = entry.key and 'k' .. entry.key or 't'
+  local head = string.sub(about, 2, -1 - string.len(entry.written .. key))
+  limits.add(box, { read_entry(id, '0' .. head .. named(task) .. key) })
+  return true
+end
+
 -- A message dies. What is kept with it, as it keeps the permit of its key, or not.
 function limits.died(box, id, about, was_claimed)
   local entry = read_entry(id, about)

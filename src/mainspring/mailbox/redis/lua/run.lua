@@ -374,6 +374,13 @@ local operations = {
     end
     return 1
   end,
+  set_task = function()
+    local receipt, task = next_argument(), next_argument()
+    if not held(box, receipt) then
+      return 0
+    end
+    return limits.set_task(box, id_of_receipt(receipt), task) and 2 or 1
+  end,
   limits = function()
     return sweep(box) and -1 or limits.all(box)
   end,
