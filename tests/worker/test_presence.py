@@ -115,6 +115,17 @@ async def test_a_killed_worker_is_shown_until_its_record_ends(end, virtual_clock
         assert await mailbox.workers() == []
 
 
+async def test_a_record_is_deleted_at_the_end_though_the_last_write_failed(virtual_clock):
+    mailbox = FaultyMailbox()
+    async with background(MainLoop(mailbox, quick)):
+        await anyio.sleep(10)
+        mailbox.always("write_record", fail(DOWN))
+        await anyio.sleep(15)
+        mailbox.always("write_record", as_usual)
+        assert await states(mailbox) == [("running", 0, 1)]
+    assert await states(mailbox) == []
+
+
 async def test_a_write_that_fails_is_no_trouble_of_the_loop(virtual_clock, caplog):
     mailbox = FaultyMailbox()
     mailbox.always("write_record", fail(DOWN))

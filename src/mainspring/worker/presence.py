@@ -66,7 +66,8 @@ class Presence:
                     await self._write(RecordWrite(WORKER, self._key, None))
 
     async def _tell(self, overslept: float) -> float:
-        self._is_told = await self._write(RecordWrite(WORKER, self._key, self._status().write(), GONE_AFTER))
+        if await self._write(RecordWrite(WORKER, self._key, self._status().write(), GONE_AFTER)):
+            self._is_told = True
         return self._clock() + TELL_EVERY
 
     def _status(self) -> WorkerStatus:
