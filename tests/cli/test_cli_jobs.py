@@ -74,10 +74,43 @@ def test_a_job_is_shown_wherever_it_is(url, ids, capsys):
     status, out, _ = called(capsys, "job", url, ids["dead"])
     assert "no such address" in out
     assert "ValueError" in out
+    assert 'arguments          {"to": "no-one"}' in out.splitlines()
     status, out, err = called(capsys, "job", url, ids["done"])
     assert (status, out) == (1, "")
     assert ids["done"] in err
     assert len(err.splitlines()) == 1
+
+
+def test_a_job_is_shown_with_its_arguments_and_its_kept_result(url, capsys):
+    tasks = Tasks(url)
+
+    @tasks.task(result_ttl=3_600)
+    async def upper(text: str) -> str | None:
+        return text.upper() or None
+
+    async def fill() -> list[str]:
+        async with tasks:
+            done = [await upper.send("ab"), await upper.send(""), await upper.send("x" * 2_000)]
+            await LoopGroup([tasks.loop()], guardian=False).run(install_signals=False, until_empty=True)
+            return [job.id for job in (*done, await upper.send("\x1b[2J"), await upper.send("y" * 2_000))]
+
+    short, none, long, waits, waits_long = anyio.run(fill)
+    lines = [line for job in (short, none, waits) for line in called(capsys, "job", url, job)[1].splitlines()]
+    assert [line for line in lines if line.startswith(("arguments", "result"))] == [
+        'result             "AB"',
+        "result             null",
+        'arguments          {"text": "\\u001b[2J"}',
+    ]
+    for job, name in ((long, "result"), (waits_long, "arguments")):
+        (line,) = [line for line in called(capsys, "job", url, job)[1].splitlines() if line.startswith(name)]
+        assert len(line) < 1_100
+        assert line.endswith("characters; --json prints all)")
+    assert json.loads(called(capsys, "job", url, long, "--json")[1])["result"] == "X" * 2_000
+    shown = json.loads(called(capsys, "job", url, waits_long, "--json")[1])
+    assert shown["arguments"] == {"text": "y" * 2_000}
+    assert "result" not in shown
+    (listed, *_) = called(capsys, "jobs", url, "--search", "2J", "--json")[1].splitlines()
+    assert json.loads(listed)["arguments"] == {"text": "\x1b[2J"}
 
 
 def test_jobs_are_cancelled_run_now_and_rescheduled(url, ids, capsys):

@@ -113,6 +113,37 @@ async def test_a_job_is_seen_wherever_it_is(store):
 
 
 @EVERYWHERE
+async def test_the_arguments_of_a_call_are_seen_until_it_is_done(store):
+    tasks = Tasks(store.url(), dead_letter=DeadLetterPolicy(max_attempts=1))
+
+    @tasks.task(result_ttl=HOUR)
+    async def work(receipt: Receipt, secret: str = "none") -> None:
+        if receipt.length < 0:
+            raise ValueError(secret)
+
+    async with tasks:
+        jobs = [await work.send(Receipt("ann", length), secret="s3") for length in (1, -1)]
+        sent = [{"receipt": {"to": "ann", "length": length}, "secret": "s3"} for length in (1, -1)]
+        waiting = [await job.status() for job in jobs]
+        assert [status.arguments for status in waiting] == sent
+        assert "s3" not in repr(waiting)
+        async with group_of(tasks):
+            await jobs[0].result(timeout=10)
+            with pytest.raises(RequestFailedError):
+                await jobs[1].result(timeout=10)
+        assert [(await job.status()).arguments for job in jobs] == [None, sent[1]]
+
+
+async def test_a_message_that_calls_no_task_has_no_arguments(anyio_backend):
+    mailbox = InMemoryMailbox()
+    tasks = Tasks(mailbox.address)
+    job = tasks.job(await mailbox.send({"task": "work", "args": 5}))
+    assert ((await job.status()).task, (await job.status()).arguments) == ("work", None)
+    job = tasks.job(await mailbox.send([1]))
+    assert ((await job.status()).task, (await job.status()).arguments) == (None, None)
+
+
+@EVERYWHERE
 async def test_the_end_of_a_call_that_was_cancelled_or_answered_with_an_error_is_kept(store):
     tasks = Tasks(store.url())
     begun = anyio.Event()

@@ -232,7 +232,10 @@ def workers(target: _Mailbox = None, as_json: _Json = False) -> int:
 
 @app.command(epilog="Example: `mainspring job 'sqlite:///jobs.db?name=emails' 3f2a…`")
 def job(target: _Words = None, as_json: _Json = False) -> int:
-    """Say where a job is: its state, attempts, dates, progress and last error. Status 1 where it is not known."""
+    """Say where a job is: its state, attempts, dates, progress and last error. Status 1 where it is not known.
+
+    It shows the arguments of a call that is unfinished or dead, secrets included, and the result if it is kept.
+    """
     from mainspring.cli.jobs import show_job
 
     return show_job(target or [], as_json)

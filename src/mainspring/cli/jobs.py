@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from mainspring.mailbox.message import Counts
     from mainspring.tasks.tasks import Tasks
 
+LONGEST = 1_000
+"""The most characters of arguments or of a result that are shown on a line."""
+
 
 def show_stats(words: Sequence[str], as_json: bool) -> int:
     """Print where the messages of a mailbox are, and its limits."""
@@ -57,21 +60,30 @@ def show_job(words: Sequence[str], as_json: bool) -> int:
         raise UserError(f"job: give the id of one job, not {counted(len(ids), 'id')}")
     know_tasks(mailbox)
     try:
-        status = with_mailbox(mailbox, lambda opened: jobs.status_of(opened, ids[0]))
+        status, raw = with_mailbox(mailbox, lambda opened: jobs.outcome_so_far(opened, ids[0]))
     except JobNotFoundError as error:
         raise UserError(str(error), FAILED) from None
+    kept = {} if raw is None else {"result": json.loads(raw)}
     if as_json:
-        typer.echo(json.dumps(status_json(status)))
+        typer.echo(json.dumps({**status_json(status), **kept}))
         return 0
-    for name, value in asdict(status).items():
-        if value is None:
-            continue
-        shown = value.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%SZ") if isinstance(value, datetime) else value
-        if name == "progress":
-            done, total = value
-            shown = f"{done:g}" if total is None else f"{done:g} of {total:g}"
-        typer.echo(printable(f"{name.replace('_', ' '):<18} {shown}"))
+    for name, value in {**asdict(status), **kept}.items():
+        if value is not None or name in kept:
+            typer.echo(printable(f"{name.replace('_', ' '):<18} {_shown(name, value)}"))
     return 0
+
+
+def _shown(name: str, value: Any) -> str:
+    """Return a part of a status on one line."""
+    if isinstance(value, datetime):
+        return value.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+    if name == "progress":
+        done, total = value
+        return f"{done:g}" if total is None else f"{done:g} of {total:g}"
+    if name in ("arguments", "result"):
+        text = json.dumps(value, ensure_ascii=False)
+        return text if len(text) <= LONGEST else f"{text[:LONGEST]}… (of {len(text):,} characters; --json prints all)"
+    return str(value)
 
 
 def cancel_jobs(words: Sequence[str], as_json: bool) -> int:

@@ -171,6 +171,10 @@ class Codec:
         """Return the name of the task that a stored body calls, or None if it is no call of a task, as none is here."""
         return None
 
+    def arguments_of(self, raw: bytes | Unserialized) -> dict[str, Any] | None:
+        """Return the arguments, by name, of the call that a stored body is, or None if it calls no task, as none does here."""
+        return None
+
     def encode(self, body: Any) -> bytes:
         """Return JSON bytes of ``body``.
 

@@ -299,7 +299,8 @@ class JobList:
             position = _Position((_Cursor(here.place, found.after),))
         else:
             position = _Position(following) if following else _Position((here, *others), found.job.id)
-        return replace(found.job, position=str(position))
+        arguments = self._mailbox.codec.arguments_of(found.body)
+        return replace(found.job, arguments=arguments, position=str(position))
 
     def _size(self, here: _Cursor) -> int:
         """Return how many jobs to read: no more than are wanted, where each job that is read is one of them."""

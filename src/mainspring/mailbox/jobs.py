@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, Self, TypeVar
@@ -98,6 +98,9 @@ class JobStatus:
     state: JobState
     task: str | None = None
     """The name of the task that is called."""
+    arguments: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)
+    """The arguments of the call by name, as JSON values, while it is unfinished or dead. None: it is done, or calls no task.
+    They are as they were sent, secrets included; a ``repr`` leaves them out."""
     attempts: int = 0
     """How many charged attempts were begun."""
     deliveries: int = 0
@@ -237,14 +240,23 @@ async def status_of(mailbox: Mailbox[Any, Any], message_id: str) -> JobStatus:
 
     :raises JobNotFoundError: no message of that id is unfinished or dead, and no end of one is kept.
     """
+    return (await outcome_so_far(mailbox, message_id)).status
+
+
+async def outcome_so_far(mailbox: Mailbox[Any, Any], message_id: str) -> JobOutcome:
+    """Return the status of the message, or of the chain, with that id, and the result if it is done and that is kept.
+
+    :raises JobNotFoundError: no message of that id is unfinished or dead, and no end of one is kept.
+    """
     try:
-        status = (await _look(mailbox, message_id)).status
+        outcome = await _look(mailbox, message_id)
     except JobNotFoundError:
         if mailbox.capabilities.records:
             for record in await mailbox.backend.find_records(CHAIN, [message_id]):
-                return status_of_chain(record)
+                return JobOutcome(status_of_chain(record), _result_in(record))
         raise
-    return (await with_progress(mailbox.backend, [status]))[0]
+    (status,) = await with_progress(mailbox.backend, [outcome.status])
+    return outcome._replace(status=status)
 
 
 async def with_progress(backend: Backend, found: list[JobStatus]) -> list[JobStatus]:
@@ -386,13 +398,17 @@ class EndListener:
 
 async def _look(mailbox: Mailbox[Any, Any], message_id: str) -> JobOutcome:
     mailbox.check_open()
-    backend, task_of = mailbox.backend, mailbox.codec.task_of
+    backend, codec = mailbox.backend, mailbox.codec
     for _ in range(2):  # a dead letter may have been replayed between two looks
         if backend.capabilities.lookup:
             for unfinished in await backend.find([message_id]):
-                return JobOutcome(status_of_unfinished(unfinished, task_of(unfinished.message.body)), None)
+                body = unfinished.message.body
+                status = status_of_unfinished(unfinished, codec.task_of(body))
+                return JobOutcome(replace(status, arguments=codec.arguments_of(body)), None)
         for letter in await backend.find_dead_letters([message_id]):
-            return JobOutcome(status_of_dead(*letter, task_of(letter[0].body)), None)
+            body = letter[0].body
+            status = status_of_dead(*letter, codec.task_of(body))
+            return JobOutcome(replace(status, arguments=codec.arguments_of(body)), None)
         if backend.capabilities.records:
             for record in await backend.find_records(RESULT, [message_id]):
                 return outcome_of_record(record)
@@ -444,8 +460,7 @@ def status_of_dead(message: ClaimedMessage, dead: Dead, at: float, task: str | N
 
 def outcome_of_record(record: Record) -> JobOutcome:
     """Return how a job ended, as its record of the kind ``result`` tells it."""
-    head, found, raw = record.value.partition(b',"result":')
-    said = json.loads(head + b"}" if found else head)
+    said = _head_of(record)
     status = JobStatus(
         record.key,
         JobState(said["state"]),
@@ -461,12 +476,12 @@ def outcome_of_record(record: Record) -> JobOutcome:
         key=said.get("key"),
         chain=said.get("chain"),
     )
-    return JobOutcome(status, raw[:-1] if found else None)
+    return JobOutcome(status, _result_in(record))
 
 
 def status_of_chain(record: Record) -> JobStatus:
     """Return the status of a chain, as its record tells it: RUNNING until it is done or cancelled."""
-    said = json.loads(record.value.partition(b',"result":')[0] + b"}")
+    said = _head_of(record)
     return JobStatus(
         record.key,
         JobState(said["state"]),
@@ -474,6 +489,19 @@ def status_of_chain(record: Record) -> JobStatus:
         finished_at=_date(said.get("ended_at")),
         chain=record.key,
     )
+
+
+def _head_of(record: Record) -> dict[str, Any]:
+    """Return what the record of an end says, without the result."""
+    head, found, _ = record.value.partition(b',"result":')
+    said: dict[str, Any] = json.loads(head + b"}" if found else head)
+    return said
+
+
+def _result_in(record: Record) -> bytes | None:
+    """Return the JSON of the result that a record keeps, if it keeps one."""
+    _, found, raw = record.value.partition(b',"result":')
+    return raw[:-1] if found else None
 
 
 def _chain_of(headers: Mapping[str, str]) -> str | None:

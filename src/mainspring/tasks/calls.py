@@ -360,6 +360,16 @@ class CallCodec(Codec):
         except SerializationError:
             return None
 
+    def arguments_of(self, raw: bytes | Unserialized) -> dict[str, Any] | None:
+        """Return the arguments of a call by name, as JSON values, or None if ``raw`` is no call."""
+        if isinstance(raw, Unserialized):
+            return dict(raw.body.arguments) if isinstance(raw.body, TaskCall) else None
+        try:
+            arguments = _read(raw)["args"]
+        except SerializationError:
+            return None
+        return arguments if isinstance(arguments, dict) else None
+
     def _own(self, body: Any) -> TaskCall:
         """Return a call that was not serialized, as one of the task that is registered here under its name."""
         if not isinstance(body, TaskCall):
@@ -403,14 +413,22 @@ def with_arguments(raw: bytes, arguments: Mapping[str, Any]) -> bytes:
 
 def _parts(raw: bytes) -> tuple[str, bytes]:
     """Return the task's name and the JSON of the arguments of a call that another program has written."""
-    from pydantic_core import from_json, to_json
+    from pydantic_core import to_json
+
+    found = _read(raw)
+    return found["task"], to_json(found["args"], inf_nan_mode="constants")
+
+
+def _read(raw: bytes) -> dict[str, Any]:
+    """Return the JSON values of a call."""
+    from pydantic_core import from_json
 
     try:
         found = from_json(raw)
     except ValueError as error:
         raise NotJsonError(f"the stored body is no JSON: {error}") from None
     if isinstance(found, dict) and found.keys() == {"task", "args"} and isinstance(found["task"], str):
-        return found["task"], to_json(found["args"], inf_nan_mode="constants")
+        return found
     raise SerializationError('the stored body is no call of a task: {"task": NAME, "args": {…}} is')
 
 
