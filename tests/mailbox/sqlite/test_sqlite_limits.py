@@ -262,7 +262,7 @@ async def test_a_message_without_a_task_is_written_by_the_statements_of_before(c
     connection.exec_trace = lambda cursor, statement, values: statements.append(statement) or True
     await mailbox.send("a")
     written = [each for each in statements if each.startswith(("INSERT", "REPLACE", "UPDATE", "DELETE"))]
-    assert written == [sql.ADD_MESSAGE, sql.READY_RANGE, sql.ADD_COUNTS, sql.SET_TICK]
+    assert written == [sql.ADD_MESSAGE, sql.ADD_READY, sql.ADD_COUNTS, sql.SET_TICK]
 
 
 @pytest.mark.anyio

@@ -201,6 +201,7 @@ class SQLiteBackend(batched.BatchedBackend):
         self._shared = shared
         self._real = clock.virtual_clock() is None
         self._loop = event_loop()
+        self._new_event = anyio.lowlevel.current_token().backend_class.create_event  # as anyio.Event() finds it
         self._boot = clock.boot_clock()
         self._wall = clock.wall_clock()
         self._real_work = clock.work_holder()
@@ -259,7 +260,7 @@ class SQLiteBackend(batched.BatchedBackend):
     async def _execute(self, commands: list[Command]) -> None:
         """Have commands executed by the writer thread."""
         assert self._shared is not None
-        self._executed = anyio.Event()
+        self._executed = self._new_event()
         self._submitted = commands
         self._submitted_at = self._now()
         self._shared.submit(

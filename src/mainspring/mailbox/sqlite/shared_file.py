@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import threading
 from dataclasses import dataclass
 from functools import partial
@@ -72,7 +71,6 @@ class SQLiteWaiters(batched.Waiters):
         return self.notifications.cancelled.is_wanted or self.notifications.results.is_wanted
 
 
-_OWN = (Inspect, Listen, Rest)
 KIND = "sqlite file"
 SOONEST = 1e-6
 """The shortest time, in seconds, that is waited for something due: rounding must not make it nothing."""
@@ -111,6 +109,7 @@ class SharedFile:
         self._threads = FileThreads.shared()
         self._notifier = Notifier(path)
         self._inbox: list[CommandBatch] = []
+        self._own: list[Command] = []  # commands of the file itself, which no caller waits for
         self._queued = False  # or served
         self._lock = threading.Lock()
         self._waiters: dict[int, list[SQLiteWaiters]] = {}
@@ -119,7 +118,7 @@ class SharedFile:
         self._listens_as: str | None = None
         self._wanted = 0.0
         self._being_inspected = False
-        self._owner = os.getpid()
+        self._process = process.identity()
 
     @classmethod
     def shared(cls, path: str) -> SharedFile:
@@ -170,21 +169,26 @@ class SharedFile:
 
         That turn is the next one, so that of many files that are opened no more than needed are open at a time.
         """
+        self._submit_own(Rest(), first=True)
+
+    def _submit_own(self, command: Command, first: bool = False) -> None:
         self.check_process()
         with self._lock:
-            self._put(CommandBatch((Rest(),), clock.boot_time, 0.0), first=True)
+            self._own.append(command)
+            self._take_turn(first)
 
-    def _submit_own(self, command: Command) -> None:
-        self.submit(CommandBatch((command,), clock.boot_time, 0.0))
-
-    def _put(self, job: CommandBatch, first: bool = False) -> None:
+    def _put(self, job: CommandBatch) -> None:
         self._inbox.append(job)
-        self._take_turn(first)
+        self._take_turn()
 
     def _take_turn(self, first: bool = False) -> None:
-        if self._inbox and not self._queued and self._watcher is not None:
+        if not self._queued and self._has_jobs and self._watcher is not None:
             self._queued = True
             self._watcher.writers.serve(self, first)
+
+    @property
+    def _has_jobs(self) -> bool:
+        return bool(self._inbox or self._own)
 
     def add_waiters(self, waiters: SQLiteWaiters) -> None:
         """Tell them from now on when there may be something to claim."""
@@ -211,7 +215,7 @@ class SharedFile:
 
     def check_process(self) -> None:
         """Raise :class:`ConfigError` in a process that was forked from the one it belongs to."""
-        if os.getpid() != self._owner:
+        if not self._process.here:
             raise ConfigError(
                 f"the mailbox file {self.file.path} was opened before this process was forked, and a SQLite file must not"
                 " be used across a fork; start workers with subprocess or the spawn method and open the mailbox in them"
@@ -224,49 +228,62 @@ class SharedFile:
         while True:
             with self._lock:
                 jobs, self._inbox = self._inbox, []
+                own, self._own = self._own, []
             committed = self.file.transactions
             try:
-                self._transact(jobs)
-                left = not self._users and self._left()
-                if self.file.log_is_long and not left:
-                    _finish(jobs)
+                work = self._transact(jobs)
+                if jobs:
+                    self._note_connection()
+                if self._users:
+                    _finish(jobs)  # the event loops wake up while this thread does the rest
                     jobs = []
-                    self.file.checkpoint_log()
-                if self.file.connected:
-                    self._threads.connections.used(self)
+                if work is not None:
+                    self._notify(work)
+                if own:
+                    self._do_own(own, is_at_rest=work is None)
+                if self._users or not self._left():
+                    self.file.tend_log()
             except Exception as error:  # the thread must outlive it, and the callers must be told
                 logger.exception("the mailbox file %s could not be served", self.file.path)
                 if self.file.transactions == committed:
                     self.file.fail([command for job in jobs for command in job.commands], error)
             with self._lock:
-                goes_on = bool(self._inbox) and not writers.queueing()
+                goes_on = self._has_jobs and not writers.queueing()
                 if not goes_on:
                     writers.served()
                     self._queued = False
                     self._take_turn()
-            _finish(jobs)  # at the end: the event loop takes over from this thread
+            _finish(jobs)
             if not goes_on:
                 return
 
-    def _transact(self, jobs: list[CommandBatch]) -> None:
+    def _transact(self, jobs: list[CommandBatch]) -> UnitOfWork | None:
         commands = jobs[0].commands if len(jobs) == 1 else [command for job in jobs for command in job.commands]
-        own = [command for command in commands if type(command) in _OWN]
-        if own:
-            commands = [command for command in commands if type(command) not in _OWN]
-        work = None
-        if commands and not self._has_nothing_for(commands, jobs[0]):
-            work = self.file.run(commands, jobs[0].boot, max(job.wall for job in jobs))
-        if work is not None:
+        if not commands or self._has_nothing_for(commands, jobs[0]):
+            return None
+        work = self.file.run(commands, jobs[0].boot, max(job.wall for job in jobs))
+        if work is not None and self._waiters:
             self._tell(work, jobs[0].real)
-        kinds = {type(command) for command in own}
-        for command in own:
+        return work
+
+    def _do_own(self, commands: list[Command], is_at_rest: bool) -> None:
+        """Do commands of the file itself; ``is_at_rest`` if no transaction came just before."""
+        kinds = {type(command) for command in commands}
+        for command in commands:
             if type(command) is Listen:
                 self._listen(command.wanted)
         if Inspect in kinds:
             self._mend_listening()
             self._inspect()
-        if Rest in kinds and work is None:  # else it was used again before its turn to rest
+        if Rest in kinds and is_at_rest:  # else it was used again before its turn to rest
             self.file.rest(self._waited_on())
+        self._note_connection()
+
+    def _note_connection(self) -> None:
+        if self.file.connected:
+            self._threads.connections.used(self)
+        else:
+            self._threads.connections.left(self)
 
     def _has_nothing_for(self, commands: Sequence[Command], job: CommandBatch) -> bool:
         """Answer claims that can find nothing, without opening the file. Return False if there may be something to do."""
@@ -290,7 +307,7 @@ class SharedFile:
         self._listen_no_longer()
         self.file.leave()
         with self._lock:
-            if self._users or self._inbox:  # a user that came and went leaves jobs, and waits for them
+            if self._users or self._has_jobs:  # a user that came and went leaves jobs, and waits for them
                 return False
             self._watcher = None
             self._threads.connections.left(self)
@@ -300,7 +317,17 @@ class SharedFile:
     # --------------------------------------------------------------------------------------- who is woken when
 
     def _tell(self, work: UnitOfWork, real: bool) -> None:
-        """Wake, after a commit, the receives that may have something to claim, here and in other processes."""
+        """Wake, after a commit, the receives of this process that may have something to claim."""
+        with self._lock:
+            for mailbox, count in work.gained.items():
+                self._wake(mailbox, count)
+            self._tell_of_ended(work.cancelled, work.results)
+            self._tell_of_nothing(work.empty, work.soonest, work.boot)
+        if work.empty and real:
+            self._listen(True)
+
+    def _notify(self, work: UnitOfWork) -> None:
+        """Tell the other processes of what was committed."""
         own = self._listens_as or ""
         if work.gained or work.dated:
             self._notifier.notify(own)
@@ -309,15 +336,6 @@ class SharedFile:
         for mailbox, message_ids in work.results.items():
             for note in notes_of_results(mailbox, message_ids):
                 self._notifier.notify(own, note)
-        if not self._waiters:
-            return
-        with self._lock:
-            for mailbox, count in work.gained.items():
-                self._wake(mailbox, count)
-            self._tell_of_ended(work.cancelled, work.results)
-            self._tell_of_nothing(work.empty, work.soonest, work.boot)
-        if work.empty and real:
-            self._listen(True)
 
     def _tell_of_nothing(self, empty: set[int], soonest: float, boot: float) -> None:
         """Say when the next thing is due, also to the receives that have found their mailboxes ``empty``."""

@@ -500,7 +500,12 @@ class Inserts:
         if self._calls:
             self._insert(self._calls, sql.CALL_COLUMNS, sql.ADD_CALL, sql.ADD_CALLS)
         if self._ready is None:
-            work.execute(sql.READY_RANGE, (self._first, self._last()))
+            last = self._last()
+            if last == self._first and self._values:  # a lone message, of which nothing need be read
+                _, mailbox, rank, *_ = self._values
+                work.execute(sql.ADD_READY, (mailbox, rank, last, last, None))
+            else:
+                work.execute(sql.READY_RANGE, (self._first, last))
         else:
             work.many(sql.ADD_READY, self._ready)
         if self._delayed:
