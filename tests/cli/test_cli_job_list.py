@@ -96,13 +96,15 @@ def test_jobs_are_listed_by_filters(url, ids, filters, names, capsys):
     assert [job["id"] for job in listed(capsys, url, *filters)] == [ids[name] for name in names]
 
 
-def test_a_list_goes_on_where_it_ended(url, ids, capsys, monkeypatch):
+@pytest.mark.parametrize("limit", [2, 3])
+def test_a_list_goes_on_where_it_ended(url, ids, limit, capsys, monkeypatch):
     monkeypatch.setattr(job_list, "PAGE", 2)
     found: list[str] = []
     after: tuple[str, ...] = ()
     while True:
-        status, out, err = called(capsys, "jobs", url, "--limit", "2", *after)
+        status, out, err = called(capsys, "jobs", url, "--limit", str(limit), *after)
         assert status == 0
+        assert out, "also the last page has jobs"
         found += [line.split()[0] for line in out.splitlines()]
         if "--after" not in err:
             break

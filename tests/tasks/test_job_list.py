@@ -360,6 +360,49 @@ async def test_no_more_is_read_than_is_asked_for():
         assert asked == [7, job_list.PAGE]
 
 
+class ByTask(WrappedBackend):
+    """Notes how many dead letters are read."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner)
+        self.read = 0
+
+    async def dead_letters(self, limit: int, after: str | None) -> Any:
+        raise AssertionError("all dead letters are read")
+
+    async def dead_letters_of(self, task: str, limit: int, after: str | None) -> Any:
+        page = await self.inner.dead_letters_of(task, limit, after)
+        self.read += len(page)
+        return page
+
+
+@pytest.mark.usefixtures("small_pages")
+async def test_a_list_of_dead_letters_of_a_task_reads_no_others():
+    async with wrap(InMemoryMailbox("jobs"), ByTask) as box:
+        sent = [await send(box, number, task="rare" if number % 4 else "email") for number in range(20)]
+        for message_id in sent:
+            await bury(box, message_id)
+        rare = [message_id for number, message_id in enumerate(sent) if number % 4]
+        assert await ids(box, state="dead", task="rare") == rare
+        assert box.backend.read == len(rare)
+        assert await box.purge(state="dead", task="rare") == len(rare)
+
+
+class FailsToCancel(WrappedBackend):
+    """Has an error of its own."""
+
+    async def cancel(self, message_id: str) -> Any:
+        raise RuntimeError("an error of the backend")
+
+
+async def test_an_error_of_a_backend_comes_out_of_a_purge_as_it_is():
+    async with wrap(InMemoryMailbox("jobs"), FailsToCancel) as box:
+        for number in range(3):
+            await send(box, number, task="email")
+        with pytest.raises(RuntimeError, match="an error of the backend"):
+            await box.purge(task="email")
+
+
 async def test_a_list_of_a_task_does_not_look_through_another_place_first(monkeypatch):
     monkeypatch.setattr(listing, "LOOK_AT_MOST", 5)
     async with wrap(InMemoryMailbox("jobs"), Listing) as box:

@@ -91,7 +91,7 @@ def list_dead(words: Sequence[str], choice: Choice, limit: int, as_json: bool) -
             return await mailbox.dead_letters(limit=limit), total, total
         shown: list[DeadLetter] = []
         matched = 0
-        async for letter in _every(mailbox):
+        async for letter in _every(mailbox, choice.task):
             if fits(letter):
                 matched += 1
                 if len(shown) < limit:
@@ -118,7 +118,7 @@ def group_dead(words: Sequence[str], choice: Choice, limit: int, as_json: bool) 
 
     async def look(mailbox: Mailbox[Any, Any]) -> dict[tuple[str, str], list[DeadLetter]]:
         groups: dict[tuple[str, str], list[DeadLetter]] = {}
-        async for letter in _every(mailbox):
+        async for letter in _every(mailbox, choice.task):
             if fits(letter):
                 groups.setdefault((letter.error_type, _NUMBERS.sub("N", letter.error)), []).append(letter)
         return groups
@@ -219,12 +219,15 @@ async def _act(mailbox: Mailbox[Any, Any], choice: Choice, verb: str) -> int:
 
 async def _chosen(mailbox: Mailbox[Any, Any], choice: Choice) -> list[str]:
     fits = choice.filter()
-    return [letter.message_id async for letter in _every(mailbox) if fits(letter)]
+    return [letter.message_id async for letter in _every(mailbox, choice.task) if fits(letter)]
 
 
-async def _every(mailbox: Mailbox[Any, Any]) -> AsyncIterator[DeadLetter]:
+async def _every(mailbox: Mailbox[Any, Any], task: str | None) -> AsyncIterator[DeadLetter]:
+    """Yield all dead letters, or those of a task if the store can find them: else the filter does."""
+    if not mailbox.capabilities.listing:
+        task = None
     after = None
-    while page := await mailbox.dead_letters(limit=PAGE, after=after):
+    while page := await mailbox.dead_letters(limit=PAGE, after=after, task=task):
         for letter in page:
             yield letter
         if len(page) < PAGE:

@@ -33,11 +33,13 @@ def list_jobs(
     know_tasks(mailbox)
 
     async def show(opened: Mailbox[Any, Any]) -> None:
-        listed, last = 0, None
-        async for job in opened.jobs(**_given(filters), limit=limit, after=after):
+        listed, last, more = 0, None, ""
+        async for job in opened.jobs(**_given(filters), limit=None if limit is None else limit + 1, after=after):
+            if last is not None and listed == limit:
+                more = f"; the next ones: --after {last.position}"
+                break
             typer.echo(json.dumps(status_json(job)) if as_json else _line(job))
             listed, last = listed + 1, job
-        more = f"; the next ones: --after {last.position}" if last is not None and listed == limit else ""
         say(f"{counted(listed, 'job')} of {opened.name}{more}")
 
     with_mailbox(mailbox, show)

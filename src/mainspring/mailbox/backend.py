@@ -97,7 +97,7 @@ class Capabilities:
     reschedule: bool = False
     """The time of a delayed or pending message can be changed by its id."""
     listing: bool = False
-    """Unfinished messages can be listed in pages, by where they are, by task, by key and by date."""
+    """Unfinished messages can be listed in pages, by where they are, by task, by key and by date; dead letters by task."""
     edit: bool = False
     """The body of a delayed or pending message can be replaced by its id."""
     limits: bool = False
@@ -482,6 +482,17 @@ class Backend(ABC):
 
         With ``after``, begin behind the dead letter of that id; without such a one, at the oldest.
         """
+
+    async def dead_letters_of(
+        self, task: str, limit: int, after: str | None
+    ) -> list[tuple[ClaimedMessage, Dead, float]]:
+        """Return the dead letters of a task, as :meth:`dead_letters` does. It looks only at those of the task.
+
+        The task is that of the send (:attr:`Envelope.task`). ``after`` may name a dead letter of another task.
+
+        :raises ConfigError: the backend cannot (:attr:`Capabilities.listing`).
+        """
+        raise ConfigError(f"mailbox {self.name!r} cannot list by task (Capabilities.listing); {SHARED} can")
 
     @abstractmethod
     async def replay_dead_letters(self, message_ids: list[str] | None) -> int:

@@ -196,10 +196,11 @@ class Purge(Command):
 
 @dataclass(eq=False, repr=False, slots=True)
 class ListDead(Command):
-    """Results in a page of the dead letters."""
+    """Results in a page of the dead letters, of all or of a task."""
 
     limit: int
     after: str | None
+    task: str | None = None
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -674,6 +675,12 @@ class CommandBackend(Backend):
 
     async def dead_letters(self, limit: int, after: str | None) -> list[tuple[ClaimedMessage, Dead, float]]:
         page: list[tuple[ClaimedMessage, Dead, float]] = await self.call(ListDead(limit, after))
+        return page
+
+    async def dead_letters_of(
+        self, task: str, limit: int, after: str | None
+    ) -> list[tuple[ClaimedMessage, Dead, float]]:
+        page: list[tuple[ClaimedMessage, Dead, float]] = await self.call(ListDead(limit, after, task))
         return page
 
     async def find_dead_letters(self, message_ids: list[str]) -> list[tuple[ClaimedMessage, Dead, float]]:

@@ -83,7 +83,13 @@ class DeadLetterBackend(Backend):
     def __init__(self, source: Mailbox[Any, Any], look_every: float) -> None:
         super().__init__(f"{source.name} (dead letters)")
         self.capabilities = replace(
-            source.capabilities, ordered=False, joined_acks=False, cancel=False, siblings=False, transactions=False
+            source.capabilities,
+            ordered=False,
+            joined_acks=False,
+            cancel=False,
+            siblings=False,
+            transactions=False,
+            listing=False,
         )
         self.notifications.silence = source.backend.notifications.silence
         self.source = source

@@ -2,7 +2,7 @@
 
 A list goes through the places of a mailbox in the order in which a job passes them: delayed, pending and in flight, the dead
 letters, the results that are kept, and the chains. Of each place it reads pages of bounded size. The store finds a task, a
-key and a date among unfinished messages; all else is looked for in each job of a page.
+key and a date among unfinished messages, and a task among dead letters; all else is looked for in each job of a page.
 
 The unfinished messages of a task may all be in another place than the list reads. The store then says so after a bounded
 number of messages, and the list goes on with the next place before it comes back.
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypeAlias
 import anyio
 
 from mainspring.core import clock
-from mainspring.errors import InvalidParameterError, MailboxError
+from mainspring.errors import InvalidParameterError
 from mainspring.mailbox.codec import Unserialized
 from mainspring.mailbox.jobs import (
     JobState,
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
     from mainspring.mailbox.mailbox import Mailbox
+    from mainspring.mailbox.message import ClaimedMessage, Dead
     from mainspring.mailbox.records import Record
 
 States: TypeAlias = "JobState | str | Iterable[JobState | str]"
@@ -328,25 +329,37 @@ class JobList:
 
     async def _read_dead(self, size: int, after: str | None) -> _JobPage:
         """Read dead letters. ``after`` says the date of the last one and its id: it may have been replayed since."""
-        backend, task_of = self._mailbox.backend, self._mailbox.codec.task_of
+        backend, task_of, task = self._mailbox.backend, self._mailbox.codec.task_of, self._task_of_dead
         date, _, last_id = (after or "").partition(" ")
         died = float(date or 0)
-        letters = await backend.dead_letters(size, last_id or None)
+        letters = await self._dead_letters(size, last_id or None)
         is_last = len(letters) < size
         if letters and letters[0][2] < died and not await backend.find_dead_letters([last_id]):
             while not is_last and letters[-1][2] < died:
-                letters = await backend.dead_letters(size, letters[-1][0].message_id)
+                letters = await self._dead_letters(size, letters[-1][0].message_id)
                 is_last = len(letters) < size
             letters = [letter for letter in letters if letter[2] >= died]
         jobs = [
             _Found(
-                status_of_dead(message, dead, at, task_of(message.body)),
+                status_of_dead(message, dead, at, task_of(message.body) or task),
                 message.body,
+                is_of_task=task is not None,
                 after=f"{at!r} {message.message_id}",
             )
             for message, dead, at in letters
         ]
         return _JobPage(jobs, None if is_last else jobs[-1].after)
+
+    @property
+    def _task_of_dead(self) -> str | None:
+        """The task by which the store finds dead letters."""
+        return self._which.task if self._mailbox.capabilities.listing else None
+
+    async def _dead_letters(self, size: int, after: str | None) -> list[tuple[ClaimedMessage, Dead, float]]:
+        backend, task = self._mailbox.backend, self._task_of_dead
+        if task is None:
+            return await backend.dead_letters(size, after)
+        return await backend.dead_letters_of(task, size, after)
 
 
 def _status_of_result(record: Record) -> JobStatus:
@@ -366,7 +379,7 @@ async def purge(mailbox: Mailbox[Any, Any], which: JobFilter) -> int:
 async def _drop(mailbox: Mailbox[Any, Any], batch: Collection[JobStatus]) -> int:
     """Drop jobs together, as stores join such calls. Raise an error when all have ended."""
     dropped: list[str] = []
-    errors: list[MailboxError] = []
+    errors: list[Exception] = []
 
     async def drop(job: JobStatus) -> None:
         try:
@@ -375,7 +388,7 @@ async def _drop(mailbox: Mailbox[Any, Any], batch: Collection[JobStatus]) -> int
             elif await mailbox.cancel(job.id) is CancelOutcome.UNKNOWN:
                 return
             dropped.append(job.id)
-        except MailboxError as error:
+        except Exception as error:  # out of a task, the caller would be given a group
             errors.append(error)
 
     dead = [job.id for job in batch if job.state in _PLACES[DEAD]]

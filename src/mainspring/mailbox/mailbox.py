@@ -725,14 +725,27 @@ class Mailbox(MailboxLifeCycle, Generic[T, R]):
         self.check_open()
         return await self.backend.limits()
 
-    async def dead_letters(self, *, limit: int = 1_000, after: str | None = None) -> list[DeadLetter[T]]:
-        """Return the dead letters, oldest first: at most ``limit``, behind the one whose id is ``after``."""
+    async def dead_letters(
+        self, *, limit: int = 1_000, after: str | None = None, task: str | None = None
+    ) -> list[DeadLetter[T]]:
+        """Return the dead letters, oldest first: at most ``limit``, behind the one whose id is ``after``.
+
+        :param task: only those of a task, by the name that it was sent with. The store has an index by task (NATS has none,
+            and reads all).
+        :raises ConfigError: a task is given, and the mailbox cannot list by task (:attr:`Capabilities.listing`).
+        """
         self.check_open()
         if not is_whole(limit, 1):
             raise InvalidParameterError(f"dead_letters: limit must be at least 1, not {limit!r}")
         if after is not None:
             check_id("dead_letters: after", after)
-        return [self.as_dead_letter(*found) for found in await self.backend.dead_letters(limit, after)]
+        if task is None:
+            letters = await self.backend.dead_letters(limit, after)
+        elif is_task_name(task):
+            letters = await self.backend.dead_letters_of(task, limit, after)
+        else:
+            raise InvalidParameterError(f"dead_letters: task must be the name of a task, or None, not {task!r:.100}")
+        return [self.as_dead_letter(*found) for found in letters]
 
     async def dead_letter(self, message_id: str) -> DeadLetter[T] | None:
         """Return the dead letter of that id, or None if there is none (any more)."""

@@ -168,6 +168,23 @@ async def test_an_upgrade_brings_the_functions_of_its_version(place):
     assert place.execute("SELECT version FROM SCHEMA.store") == [(schemas.SCHEMA_VERSION,)]
 
 
+async def test_dead_letters_of_an_earlier_version_are_found_by_their_task(place):
+    """It kept no task with them, and had no index."""
+    bodies = [{"task": "work", "args": {"n": 1}}, {"task": "work"}, {"task": "w\u00f6rk", "args": {}}, {"args": {}}]
+    async with place.mailbox() as mailbox:
+        ids = await mailbox.send_many(bodies)
+        for message in await mailbox.receive(max_messages=9):
+            await message.dead_letter("no")
+    place.execute("UPDATE SCHEMA.store SET version = 11")
+    place.execute("DROP INDEX SCHEMA.dead_by_task")
+    place.execute("DROP FUNCTION SCHEMA.dead_letters_of")
+    async with place.mailbox() as mailbox:
+        assert [letter.message_id for letter in await mailbox.dead_letters(task="work")] == ids[:1]
+        assert len(await mailbox.dead_letters()) == len(ids)
+        assert await mailbox.replay_dead_letters(ids[:1]) == 1
+        assert [job.id async for job in mailbox.jobs(task="work", state="pending")] == ids[:1], "it has its task again"
+
+
 async def test_a_lone_send_that_is_cancelled_holds_up_no_other(place):
     async with place.mailbox() as mailbox:
         for steps in range(0, 30, 3):

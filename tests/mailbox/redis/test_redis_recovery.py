@@ -30,7 +30,7 @@ KEYS = [
         "dead_order",
         "dead_details",
     ),
-    *("waiters", "bodies", "limiters", "waits", "listed", "records", "record_names", "record_ends"),
+    *("waiters", "bodies", "limiters", "waits", "listed", "dead_tasks", "records", "record_names", "record_ends"),
 ]
 LARGE = "x" * 100_000
 """A body that is kept apart."""
@@ -427,3 +427,20 @@ async def test_an_error_of_one_operation_is_nothing_to_the_others_of_its_batch(u
         here.call("DEL", user.key("delayed"))
         assert [type(error) for error in errors if isinstance(error, Exception)] == [MailboxConnectionError]
         assert await mailbox.counts() == Counts(pending=1, settled=1)
+
+
+async def test_dead_letters_of_an_earlier_version_are_found_by_their_task(user):
+    """It kept no task with them, and had no index."""
+    here, bodies = user.here, [{"task": "work", "args": {"n": 1}}, {"task": "work"}, {"task": "other", "args": {}}]
+    async with user.mailbox() as mailbox:
+        ids = await mailbox.send_many(bodies, headers={"h": "1"})
+        ids += await mailbox.send_many(bodies[:1])
+        for message in await mailbox.receive(max_messages=9):
+            await message.dead_letter("no")
+    here.call("HDEL", user.key("state"), "by_task", "recovery")
+    async with user.mailbox() as mailbox:
+        await soon(lambda: here.call("HGET", user.key("state"), "by_task"))
+        assert [letter.message_id for letter in await mailbox.dead_letters(task="work")] == [ids[0], ids[3]]
+        assert await mailbox.replay_dead_letters([ids[0]]) == 1
+        assert [letter.message_id for letter in await mailbox.dead_letters(task="work")] == [ids[3]]
+        assert [job.id async for job in mailbox.jobs(task="work", state="pending")] == [ids[0]], "it has its task again"

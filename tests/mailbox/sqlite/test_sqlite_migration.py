@@ -5,13 +5,29 @@ from __future__ import annotations
 import apsw
 import pytest
 
-from mainspring.mailbox.message import CancelOutcome
+from mainspring import Tasks
+from mainspring.mailbox.message import CancelOutcome, Dead, Envelope, Nack
 from mainspring.mailbox.records import RecordWrite
 from mainspring.mailbox.sqlite.mailbox import SQLiteMailbox
 
 pytestmark = pytest.mark.anyio
 
-TO_FIFTH = """
+TO_SIXTH = """
+DROP INDEX delayed_by_mailbox;
+DROP INDEX dead_by_task;
+CREATE INDEX delayed_by_seq ON delayed (seq);
+DROP INDEX leases_by_end;
+ALTER TABLE leases RENAME TO leases_later;
+CREATE TABLE leases (
+    lease INTEGER PRIMARY KEY, mailbox INTEGER NOT NULL, seq INTEGER NOT NULL, pos ANY NOT NULL, until REAL NOT NULL,
+    claimed_at REAL NOT NULL, permits INTEGER
+) STRICT;
+CREATE INDEX leases_by_end ON leases (until);
+INSERT INTO leases SELECT * FROM leases_later;
+DROP TABLE leases_later;
+PRAGMA user_version = 6;
+"""
+TO_FIFTH = f"""{TO_SIXTH}
 DROP TABLE limits;
 DROP TABLE limiters;
 DROP TABLE waiting;
@@ -84,14 +100,15 @@ def made_of(path: str) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize(
     "to_earlier",
-    [TO_FIRST, TO_SECOND, TO_THIRD, TO_FOURTH, TO_FIFTH],
-    ids=["first", "second", "third", "fourth", "fifth"],
+    [TO_FIRST, TO_SECOND, TO_THIRD, TO_FOURTH, TO_FIFTH, TO_SIXTH],
+    ids=["first", "second", "third", "fourth", "fifth", "sixth"],
 )
 async def test_a_file_of_an_earlier_schema_is_migrated_with_all_its_messages(path, to_earlier):
     async with SQLiteMailbox(path) as mailbox:
         ids = [await mailbox.send(f"job {n}", delay=60 if n == 3 else 0) for n in range(4)]
         (message,) = await mailbox.receive()
         await message.dead_letter("the first one died")
+        (held,) = await mailbox.receive(visibility_timeout=600)
     fresh = made_of(path)
     connection = apsw.Connection(path)
     connection.execute(to_earlier)
@@ -102,6 +119,7 @@ async def test_a_file_of_an_earlier_schema_is_migrated_with_all_its_messages(pat
         assert made_of(path) == fresh
         assert [letter.body for letter in await mailbox.dead_letters()] == ["job 0"]
         assert await mailbox.cancel(ids[3]) is CancelOutcome.REMOVED
+        await mailbox.backend.settle(held.delivery, Nack(charge=False, front=True))  # its lease is held still
         assert await mailbox.replay_dead_letters() == 1
         await mailbox.send("new")  # with a number that no other message has
         assert await mailbox.backend.write_record(RecordWrite("test", "a", b"", 60))
@@ -113,3 +131,24 @@ async def test_a_file_of_an_earlier_schema_is_migrated_with_all_its_messages(pat
         await again.dead_letter("it died, too")
         (letter,) = await mailbox.dead_letters()
         assert [failure.error for failure in letter.history] == ["not yet", "it died, too"]
+
+
+async def test_dead_letters_of_calls_that_an_earlier_schema_had_no_task_for_are_found_by_it(path):
+    tasks = Tasks(f"sqlite:///{path}")
+
+    @tasks.task
+    async def work(text: str) -> None: ...
+
+    async with tasks:
+        await work.send("a call")
+        await tasks.mailbox.backend.send([Envelope("no-call", b'{"task":"\xff","args":{}}')])
+        for message in await tasks.mailbox.backend.claim(2, 60, 0):
+            await tasks.mailbox.backend.settle(message, Dead("it died", "Error", ""))
+    connection = apsw.Connection(path)
+    connection.execute(TO_SIXTH)
+    connection.execute("UPDATE dead SET task = NULL")
+    connection.close()
+    async with SQLiteMailbox(path) as mailbox:
+        assert len(await mailbox.dead_letters()) == 2
+        (letter,) = await mailbox.dead_letters(task="work")
+        assert letter.body["args"] == {"text": "a call"}

@@ -112,7 +112,7 @@ async def test_a_newer_schema(path, anyio_backend):
         await mailbox.send("keep me")
     connection = apsw.Connection(path)
     connection.execute(f"PRAGMA user_version = {sql.SCHEMA_VERSION + 1}")
-    await refused(path, ConfigError, "was written by a newer Mainspring (schema 7, this one knows 6); upgrade")
+    await refused(path, ConfigError, "was written by a newer Mainspring (schema 8, this one knows 7); upgrade")
     connection.execute(f"PRAGMA user_version = {sql.SCHEMA_VERSION}")
     connection.close()
     async with SQLiteMailbox(path) as mailbox:

@@ -423,6 +423,13 @@ class MemoryBackend(Backend):
         store.queue.advance(store.clock())
         return store.queue.dead.page(limit, after)
 
+    async def dead_letters_of(
+        self, task: str, limit: int, after: str | None
+    ) -> list[tuple[ClaimedMessage, Dead, float]]:
+        store = self._here()
+        store.queue.advance(store.clock())
+        return store.queue.dead.page(limit, after, task)
+
     async def find_dead_letters(self, message_ids: list[str]) -> list[tuple[ClaimedMessage, Dead, float]]:
         store = self._here()
         store.queue.advance(store.clock())

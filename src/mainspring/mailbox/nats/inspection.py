@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from mainspring.core import clock
 from mainspring.errors import MailboxConnectionError, MailboxError
@@ -11,6 +12,7 @@ from mainspring.mailbox.backend import TRANSIENT, TRANSIENT_LIFE
 from mainspring.mailbox.message import Counts
 from mainspring.mailbox.nats.client import NO_STREAM, ApiError, is_gone, parse
 from mainspring.mailbox.nats.connection import Request
+from mainspring.mailbox.nats.listing import WIDEST
 from mainspring.mailbox.nats.messages import read_dead, token_of
 from mainspring.mailbox.nats.names import CONSUMER, Names, encoded
 from mainspring.mailbox.nats.streams import Add
@@ -19,7 +21,10 @@ if TYPE_CHECKING:
     from mainspring.mailbox.message import ClaimedMessage, Dead
     from mainspring.mailbox.nats.claims import Claims
     from mainspring.mailbox.nats.connection import NatsConnection
+    from mainspring.mailbox.nats.messages import StoredMessage
     from mainspring.mailbox.nats.streams import Store, Stored
+
+_CALL: Final = re.compile(rb'\{"task":"([A-Za-z0-9_.:/-]+)","args":')
 
 
 async def has_streams(connection: NatsConnection, names: Names) -> bool:
@@ -125,13 +130,15 @@ def _old(date: str) -> bool:
     return (clock.utc_now() - then).total_seconds() > TRANSIENT_LIFE
 
 
-async def dead_letters(store: Store, limit: int, after: str | None) -> list[tuple[ClaimedMessage, Dead, float]]:
-    """See :meth:`Backend.dead_letters`."""
+async def dead_letters(
+    store: Store, limit: int, after: str | None, task: str | None = None
+) -> list[tuple[ClaimedMessage, Dead, float]]:
+    """See :meth:`Backend.dead_letters`. The stream has no index by task: all dead letters are read, in blocks."""
     start = 1
     if after is not None:
         for stored in await _by_ids(store, [after]):
             start = stored.sequence + 1
-    return [_letter(stored) for stored in await _page_from(store, start, limit)]
+    return [_letter(stored) for stored in await _page_from(store, start, limit, task)]
 
 
 async def find_dead_letters(store: Store, message_ids: list[str]) -> list[tuple[ClaimedMessage, Dead, float]]:
@@ -191,15 +198,21 @@ async def _replay(store: Store, stored: Stored) -> bool:
     raise MailboxConnectionError(f"the messages with the dedup key {record.dedup_key!r} came and went too fast")
 
 
-async def _page_from(store: Store, start: int, limit: int) -> list[Stored]:
+async def _page_from(store: Store, start: int, limit: int, task: str | None = None) -> list[Stored]:
+    """Return the dead letters from the number ``start`` on, of all or of a task. They are read in blocks, as lists are."""
     found: list[Stored] = []
-    while len(found) < limit:
-        stored = await store.next(store.names.dead, start, f"{store.names.to_dead}*")
-        if stored is None:
-            break
-        found.append(stored)
-        start = stored.sequence + 1
-    return found
+    width = min(limit, WIDEST)
+    while len(found) < limit and (block := await store.block(store.names.dead, start, width)):
+        found += block if task is None else [stored for stored in block if _task_of(stored.record) == task]
+        start = max(start + width, block[-1].sequence + 1)
+        width = min(WIDEST, 2 * width) if 2 * len(block) > width else max(1, width // 2)
+    return found[:limit]
+
+
+def _task_of(record: StoredMessage) -> str | None:
+    """Return the task of a dead letter. An earlier version wrote it in the body of a call alone."""
+    call = _CALL.match(record.body) if record.task is None else None
+    return record.task if call is None else call[1].decode()
 
 
 async def _by_ids(store: Store, message_ids: list[str]) -> list[Stored]:

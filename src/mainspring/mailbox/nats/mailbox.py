@@ -320,6 +320,11 @@ class NatsBackend(Backend):
     async def dead_letters(self, limit: int, after: str | None) -> list[tuple[ClaimedMessage, Dead, float]]:
         return await inspection.dead_letters(self._store, limit, after)
 
+    async def dead_letters_of(
+        self, task: str, limit: int, after: str | None
+    ) -> list[tuple[ClaimedMessage, Dead, float]]:
+        return await inspection.dead_letters(self._store, limit, after, task)
+
     async def find_dead_letters(self, message_ids: list[str]) -> list[tuple[ClaimedMessage, Dead, float]]:
         return await inspection.find_dead_letters(self._store, message_ids)
 

@@ -597,6 +597,13 @@ class PostgresBackend(BatchedBackend):
         rows = await self._pool.rows("dead_letters", self._number, min(limit, 2**31 - 1), behind, None)
         return [dead_row(row) for row in rows]
 
+    async def dead_letters_of(
+        self, task: str, limit: int, after: str | None
+    ) -> list[tuple[ClaimedMessage, Dead, float]]:
+        of, behind = known([task])[0], None if after is None else known([after])[0]
+        rows = await self._pool.rows("dead_letters_of", self._number, of, min(limit, 2**31 - 1), behind)
+        return [dead_row(row) for row in rows]
+
     async def find_dead_letters(self, message_ids: list[str]) -> list[tuple[ClaimedMessage, Dead, float]]:
         named = array(Texts, known(message_ids))
         rows = await self._pool.rows("dead_letters", self._number, len(message_ids), None, named)

@@ -58,6 +58,7 @@ _KEYS: Final = (
     "limiters",
     "waits",
     "listed",
+    "dead_tasks",
 )
 _RECORD_KEYS: Final = ("records", "record_names", "record_ends")
 MICRO: Final = 1_000_000
@@ -670,7 +671,11 @@ OPERATIONS: Final[dict[type[Command], Operation]] = {
     RedisClaim: Operation(8, _write_claims, _take_claims),
     RedisSweep: single(9, lambda _, c: ("sweep", c.waiter())),
     batched.Count: single(10, lambda *_: ("count",), _take_counts),
-    batched.ListDead: single(10, lambda _, c: ("list_dead", c.limit, encoded(c.after or "")), _take_dead),
+    batched.ListDead: single(
+        10,
+        lambda _, c: ("list_dead", c.limit, encoded(c.after or ""), b"" if c.task is None else named(c.task)),
+        _take_dead,
+    ),
     batched.FindDead: single(10, lambda _, c: ("find_dead", *_ids(c.ids)), _take_dead),
     Find: single(10, lambda _, c: ("find", *_ids(c.ids)), _take_found),
     batched.Drop: single(12, lambda call, _: ("drop", call.records(call.name))),

@@ -1,9 +1,9 @@
 """Lists of unfinished messages, in pages. A page walks along one index or two, and looks at a bounded number of their entries.
 
 Without a task and a key, a list goes along the small rows of its place: the pending messages as they wait at limiters and then
-in the order of delivery, the delayed ones by their due time, those in flight by their leases. With a task or a key it goes
-along its messages, and leaves out those of another place. With a date, it goes the other way round: what was sent late is
-mostly at the end.
+in the order of delivery, the delayed ones in the order of their sends, those in flight by their leases. With a task or a key it
+goes along its messages, and leaves out those of another place; but those in flight are few, and always found by their leases.
+With a date, it goes the other way round: what was sent late is mostly at the end. No list looks at rows of another mailbox.
 
 Where a page has ended is said by the walk, and the place of the last entry on it.
 """
@@ -36,8 +36,8 @@ class Walk(NamedTuple):
 
 _WAITING = Walk("waiting", ("mailbox",), ("task", "name", "rank", "pos", "seq"))
 _READY = Walk("ready", ("mailbox",), ("rank", "pos", "seq"))
-_DELAYED = Walk("delayed", (), ("due", "seq"))
-_LEASES = Walk("leases", (), ("lease",))
+_DELAYED = Walk("delayed", ("mailbox",), ("seq",))
+_LEASES = Walk("leases", ("mailbox",), ("lease",))
 _OF_TASK = Walk("messages", ("mailbox", "task"), ("seq",))
 _OF_KEY = Walk("messages", ("mailbox", "key"), ("task", "rank", "place", "seq"))
 _OF_BOTH = Walk("messages", ("mailbox", "key", "task"), ("rank", "place", "seq"))
@@ -57,7 +57,7 @@ def _page(work: UnitOfWork, mailbox: int, query: MessageQuery) -> MessagePage:
         walk = walks[number]
         look_at = query.limit if walk in {_WAITING, _READY} and query.since is None else max(query.limit, LOOK_AT)
         entries = _entries(work, walk, mailbox, query, after, look_at)
-        wanted = _wanted(work, mailbox, query, [entry[-1] for entry in entries])
+        wanted = _wanted(work, walk, mailbox, query, entries)
         for entry in entries:
             if len(chosen) == query.limit:
                 return _of(work, chosen, json.dumps([number, *after]))
@@ -106,16 +106,20 @@ def _entries(
     if after:
         conditions.append(f"({columns}) {'<' if back else '>'} ({', '.join('?' * len(after))})")
     order = ", ".join(f"{column} DESC" for column in walk.order) if back else columns
-    where = f"WHERE {' AND '.join(conditions)}" if conditions else ""
-    statement = f"SELECT {columns}, seq FROM {walk.table} {where} ORDER BY {order} LIMIT ?"  # noqa: S608 - constants
+    where = " AND ".join(conditions)
+    statement = f"SELECT {columns}, seq FROM {walk.table} WHERE {where} ORDER BY {order} LIMIT ?"  # noqa: S608 - constants
     return work.rows(statement, (*(given[column] for column in walk.equal), *after, most))
 
 
-def _wanted(work: UnitOfWork, mailbox: int, query: MessageQuery, numbers: list[int]) -> dict[int, float | None]:
-    """Return which of these messages are wanted, and since or until when they are where they are."""
+def _wanted(
+    work: UnitOfWork, walk: Walk, mailbox: int, query: MessageQuery, entries: list[tuple[Any, ...]]
+) -> dict[int, float | None]:
+    """Return the numbers of the messages that are wanted, and since or until when they are where they are."""
+    statement = sql.LISTED[query.place if walk.table == "messages" else walk.table]
+    numbers = [entry[0 if walk is _LEASES else -1] for entry in entries]
     since = -math.inf if query.since is None else query.since
     narrowed = (query.task, query.task, query.key, query.key)
-    return dict(work.rows(sql.LISTED[query.place], (json.dumps(numbers), mailbox, since, *narrowed)))
+    return dict(work.rows(statement, (json.dumps(numbers), mailbox, since, *narrowed)))
 
 
 def _of(work: UnitOfWork, chosen: dict[int, Spot], after: str | None) -> MessagePage:

@@ -61,14 +61,14 @@ def spot_of(
     Only a message that is in flight, or has come back and has no task, is looked for among the leases. They are few beside the
     messages that wait, and those made before the message was sent are left out.
     """
-    for due, permits in work.rows(sql.DUE_OF, (seq,)):
+    for due, permits in work.rows(sql.DUE_OF, (mailbox, seq)):
         return Spot(MessagePlace.DELAYED, due, permits=permits)
     pos = seq if place is None else place
     if work.rows(sql.READY_AT, (mailbox, rank, pos, seq)):
         return Spot(MessagePlace.PENDING)
     if task is not None and work.limits is not None and work.limits.waits_at(mailbox, rank, pos, seq, task, key):
         return Spot(MessagePlace.PENDING)
-    for lease, claimed_at, permits in work.rows(sql.LEASE_OF, (seq, seq)):
+    for lease, claimed_at, permits in work.rows(sql.LEASE_OF, (mailbox, seq, seq)):
         return Spot(MessagePlace.IN_FLIGHT, claimed_at, lease, permits)
     return Spot(MessagePlace.PENDING)
 
@@ -99,7 +99,7 @@ def _end(
         work.limits.left(mailbox, Limitable.of(task, key, weight, spot.permits), was_claimed=True)
     if spot.place is MessagePlace.IN_FLIGHT:
         outcome = CancelOutcome.CANCELLED
-        work.execute(sql.DROP_LEASE, (spot.lease,))
+        work.execute(sql.DROP_LEASE, (spot.lease, mailbox))
         work.delta(mailbox).in_flight -= 1
         work.cancelled.append((mailbox, command.message_id))
     else:

@@ -26,7 +26,7 @@ and a mailbox without records reads no page of theirs.
 from __future__ import annotations
 
 APPLICATION_ID = 0x4D53_5047  # "MSPG"
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 
 READY = """
 CREATE TABLE ready (
@@ -40,14 +40,15 @@ CREATE TABLE ready (
 """
 LEASES = """
 CREATE TABLE leases (
-    lease INTEGER PRIMARY KEY,
+    lease INTEGER NOT NULL,
     mailbox INTEGER NOT NULL,
     seq INTEGER NOT NULL,
     pos ANY NOT NULL,               -- where a release puts it back
     until REAL NOT NULL,            -- seconds since boot
     claimed_at REAL NOT NULL,
-    permits INTEGER
-) STRICT;
+    permits INTEGER,
+    PRIMARY KEY (mailbox, lease)
+) STRICT, WITHOUT ROWID;
 CREATE INDEX leases_by_end ON leases (until);
 """
 EXPIRING = """
@@ -58,6 +59,10 @@ CREATE TABLE expiring (             -- messages with an expiry that are not in f
     due REAL,                       -- its place in delayed
     PRIMARY KEY (expires_at, seq)
 ) STRICT, WITHOUT ROWID;
+"""
+OF_MAILBOXES = """
+CREATE INDEX delayed_by_mailbox ON delayed (mailbox, seq);
+CREATE INDEX dead_by_task ON dead (mailbox, task) WHERE task IS NOT NULL;
 """
 LISTS = """
 CREATE INDEX messages_by_task ON messages (mailbox, task) WHERE task IS NOT NULL;
@@ -167,7 +172,6 @@ CREATE TABLE delayed (
     permits INTEGER,
     PRIMARY KEY (due, seq)
 ) STRICT, WITHOUT ROWID;
-CREATE INDEX delayed_by_seq ON delayed (seq);
 
 {LEASES}
 {EXPIRING}
@@ -197,6 +201,7 @@ CREATE TABLE dead (
 ) STRICT;
 CREATE INDEX dead_by_mailbox ON dead (mailbox, place);
 CREATE INDEX dead_by_id ON dead (mailbox, id);
+{OF_MAILBOXES}
 {LISTS}
 {LIMITS}
 {RECORDS}
@@ -254,6 +259,19 @@ INSERT INTO expiring SELECT * FROM expiring_before;
 DROP TABLE expiring_before;
 {LISTS}
 {LIMITS}
+""",
+    6: f"""
+DROP INDEX delayed_by_seq;
+DROP INDEX leases_by_end;
+ALTER TABLE leases RENAME TO leases_before;
+{LEASES}
+INSERT INTO leases SELECT * FROM leases_before;
+DROP TABLE leases_before;
+UPDATE dead SET task = CAST(substr(body, 10, instr(body, CAST('","args":' AS BLOB)) - 10) AS TEXT)  -- as of a call
+    WHERE task IS NULL AND substr(body, 1, 9) = CAST('{{"task":"' AS BLOB)
+    AND instr(body, CAST('","args":' AS BLOB)) BETWEEN 11 AND 209
+    AND CAST(substr(body, 10, instr(body, CAST('","args":' AS BLOB)) - 10) AS TEXT) NOT GLOB '*[^A-Za-z0-9_.:/-]*';
+{OF_MAILBOXES}
 """,
 }
 """What makes a file of the version that is the key one of the next version."""
@@ -340,7 +358,7 @@ FIRST_LIMITED = _FIRST_READY.format("m.task, m.key, r.permits, ")
 LEASE_FIRST = """INSERT INTO leases SELECT ? + row_number() OVER (ORDER BY rank, pos, seq), mailbox, seq, pos, ?, ?, permits
     FROM (SELECT * FROM ready WHERE mailbox = ? ORDER BY rank, pos, seq LIMIT ?)"""
 TAKE_UP_TO = "DELETE FROM ready WHERE mailbox = ? AND (rank, pos, seq) <= (?, ?, ?)"
-DROP_LEASES_FROM = "DELETE FROM leases WHERE lease > ?"
+DROP_LEASES_FROM = "DELETE FROM leases WHERE lease > ? AND mailbox = ?"
 ADD_LEASE = "INSERT INTO leases VALUES (?, ?, ?, ?, ?, ?, ?)"
 NOT_EXPIRING = "DELETE FROM expiring WHERE expires_at = ? AND seq = ?"
 
@@ -349,15 +367,17 @@ NOT_EXPIRING = "DELETE FROM expiring WHERE expires_at = ? AND seq = ?"
 _GIVEN = "IN (SELECT value FROM json_each(?))"
 COUNT_HELD = f"SELECT count(*) FROM leases WHERE lease {_GIVEN} AND mailbox = ? AND until > ?"
 WHICH_HELD = f"SELECT lease FROM leases WHERE lease {_GIVEN} AND mailbox = ? AND until > ?"
-DROP_MESSAGES_LEASED = f"DELETE FROM messages WHERE seq IN (SELECT seq FROM leases WHERE lease {_GIVEN})"
-DROP_LEASES = f"DELETE FROM leases WHERE lease {_GIVEN}"
+DROP_MESSAGES_LEASED = (
+    f"DELETE FROM messages WHERE seq IN (SELECT seq FROM leases WHERE lease {_GIVEN} AND mailbox = ?)"
+)
+DROP_LEASES = f"DELETE FROM leases WHERE lease {_GIVEN} AND mailbox = ?"
 HELD = """SELECT l.seq, l.pos, l.claimed_at, m.rank, m.expires_at, m.task, m.key, m.weight, l.permits
     FROM leases AS l CROSS JOIN messages AS m ON m.seq = l.seq WHERE l.lease = ? AND l.mailbox = ? AND l.until > ?"""
 PERMITS_HELD = f"""SELECT m.task, m.key, l.permits FROM leases AS l CROSS JOIN messages AS m ON m.seq = l.seq
-    WHERE l.lease {_GIVEN} AND l.permits"""
+    WHERE l.lease {_GIVEN} AND l.mailbox = ? AND l.permits"""
 SET_TASK = "UPDATE messages SET task = ? WHERE seq = ?"
-FORGET_PERMITS = "UPDATE leases SET permits = NULL WHERE lease = ?"
-DROP_LEASE = "DELETE FROM leases WHERE lease = ?"
+FORGET_PERMITS = "UPDATE leases SET permits = NULL WHERE lease = ? AND mailbox = ?"
+DROP_LEASE = "DELETE FROM leases WHERE lease = ? AND mailbox = ?"
 DROP_MESSAGE = "DELETE FROM messages WHERE seq = ?"
 CAME_BACK = """UPDATE messages SET deliveries = deliveries + 1, attempts = attempts + ?,
     first_received_at = coalesce(first_received_at, ?) WHERE seq = ?"""
@@ -369,7 +389,7 @@ UNLEASE = f"""INSERT INTO ready SELECT l.mailbox, m.rank, l.pos, l.seq, l.permit
     FROM leases AS l CROSS JOIN messages AS m ON m.seq = l.seq WHERE l.lease {_GIVEN} AND l.mailbox = ?"""
 UNLEASE_EXPIRING = f"""INSERT INTO expiring SELECT m.expires_at, l.seq, l.pos, NULL
     FROM leases AS l CROSS JOIN messages AS m ON m.seq = l.seq
-    WHERE l.lease {_GIVEN} AND m.expires_at IS NOT NULL"""
+    WHERE l.lease {_GIVEN} AND l.mailbox = ? AND m.expires_at IS NOT NULL"""
 FORGET_READY = "DELETE FROM ready WHERE mailbox = ? AND rank = ? AND pos = ? AND seq = ?"
 FORGET_DELAYED = "DELETE FROM delayed WHERE due = ? AND seq = ?"
 
@@ -384,6 +404,7 @@ _DEAD = """SELECT id, body, deliveries, attempts, enqueued_at, first_received_at
     """
 DEAD_PAGE = f"""{_DEAD} WHERE mailbox = ? AND place > coalesce((SELECT place FROM dead WHERE mailbox = ? AND id = ?), 0)
     ORDER BY place LIMIT ?"""
+DEAD_PAGE_OF = DEAD_PAGE.replace("WHERE mailbox = ? AND place", "WHERE mailbox = ? AND task = ? AND place", 1)
 DEAD_BY_ID = f"{_DEAD} WHERE mailbox = ? AND id {_GIVEN}"
 _ALL_DEAD = "FROM dead WHERE mailbox = ?"
 _SOME_DEAD = f"FROM dead WHERE mailbox = ? AND id {_GIVEN}"
@@ -415,18 +436,27 @@ _FOUND = """SELECT m.seq, m.rank, m.place, m.task, m.key, m.id, m.body, m.delive
     m.first_received_at, m.reply_to, m.headers, m.checkpoint, m.history FROM messages AS m"""
 FIND = f"{_FOUND} WHERE m.id {_GIVEN} AND m.mailbox = ?"
 FIND_BY_NUMBER = f"{_FOUND} WHERE m.seq {_GIVEN}"
-_LISTED = (
-    f"{_GIVEN} AND m.mailbox = ? AND m.enqueued_at >= ? AND (? IS NULL OR m.task = ?) AND (? IS NULL OR m.key = ?)"
-)
+_LISTED = "m.enqueued_at >= ? AND (? IS NULL OR m.task = ?) AND (? IS NULL OR m.key = ?)"
+_WAITING = f"SELECT m.seq, NULL FROM messages AS m WHERE m.seq {_GIVEN} AND m.mailbox = ? AND {_LISTED}"
 LISTED = {
-    "pending": f"""SELECT m.seq, NULL FROM messages AS m WHERE m.seq {_LISTED}
-        AND NOT EXISTS (SELECT 1 FROM delayed AS d WHERE d.seq = m.seq) AND m.seq NOT IN (SELECT seq FROM leases)""",
-    "delayed": f"SELECT m.seq, d.due FROM messages AS m CROSS JOIN delayed AS d ON d.seq = m.seq WHERE m.seq {_LISTED}",
-    "in_flight": f"SELECT m.seq, l.claimed_at FROM leases AS l CROSS JOIN messages AS m ON m.seq = l.seq WHERE l.seq {_LISTED}",
+    "ready": _WAITING,
+    "waiting": _WAITING,
+    "pending": f"""{_WAITING} AND (EXISTS (
+            SELECT 1 FROM ready AS r
+            WHERE r.mailbox = m.mailbox AND r.rank = m.rank AND r.pos = coalesce(m.place, m.seq) AND r.seq = m.seq
+        ) OR EXISTS (
+            SELECT 1 FROM waiting AS w
+            WHERE w.mailbox = m.mailbox AND w.task = m.task AND w.name IN ('', '=' || m.key)
+            AND w.rank = m.rank AND w.pos = coalesce(m.place, m.seq) AND w.seq = m.seq))""",
+    "delayed": f"""SELECT m.seq, d.due FROM delayed AS d CROSS JOIN messages AS m ON m.seq = d.seq
+        WHERE d.seq {_GIVEN} AND d.mailbox = ? AND {_LISTED}""",
+    "leases": f"""SELECT m.seq, l.claimed_at FROM leases AS l CROSS JOIN messages AS m ON m.seq = l.seq
+        WHERE l.lease {_GIVEN} AND l.mailbox = ? AND {_LISTED}""",
 }
-DUE_OF = "SELECT due, permits FROM delayed WHERE seq = ?"
+"""Which entries of a walk are wanted, by its table; of one along the messages of a task or a key, by the place of the list."""
+DUE_OF = "SELECT due, permits FROM delayed WHERE mailbox = ? AND seq = ?"
 READY_AT = "SELECT permits FROM ready WHERE mailbox = ? AND rank = ? AND pos = ? AND seq = ?"
-LEASE_OF = "SELECT lease, claimed_at, permits FROM leases WHERE lease > ? AND seq = ?"
+LEASE_OF = "SELECT lease, claimed_at, permits FROM leases WHERE mailbox = ? AND lease > ? AND seq = ?"
 REPLACE_BODY = "UPDATE messages SET body = ? WHERE seq = ?"
 FORGET_READY_FROM = "DELETE FROM ready WHERE mailbox = ? AND rank = ? AND pos >= ? AND seq = ?"
 

@@ -74,8 +74,9 @@ def forget_mailbox(work: UnitOfWork, mailbox: int) -> None:
 def list_dead(work: UnitOfWork, commands: list[batched.ListDead]) -> None:
     """List a page of dead letters, oldest first."""
     for command in commands:
-        values = (command.mailbox, command.mailbox, command.after, command.limit)
-        command.result = [_dead_row(row) for row in work.rows(sql.DEAD_PAGE, values)]
+        of = () if command.task is None else (command.task,)
+        values = (command.mailbox, *of, command.mailbox, command.after, command.limit)
+        command.result = [_dead_row(row) for row in work.rows(sql.DEAD_PAGE_OF if of else sql.DEAD_PAGE, values)]
 
 
 def find_dead(work: UnitOfWork, commands: list[batched.FindDead]) -> None:
@@ -245,7 +246,7 @@ def _lease(work: UnitOfWork, mailbox: int, limit: int, visibility: float) -> lis
     work.execute(sql.LEASE_FIRST, (lease, until, wall, mailbox, found))
     work.execute(sql.TAKE_UP_TO, (mailbox, *rows[-1][:3]))
     if work.changes() != found:  # some places were those of no message, and have leases that belong to others
-        work.execute(sql.DROP_LEASES_FROM, (lease,))
+        work.execute(sql.DROP_LEASES_FROM, (lease, mailbox))
         places = [
             (lease + at, mailbox, row[2], row[1], until, wall, None if limits is None else row[-2])
             for at, row in enumerate(rows, 1)
@@ -311,12 +312,12 @@ def _unclaim(work: UnitOfWork, commands: list[batched.Unclaim]) -> None:
     for command in commands:
         given = _json_list([delivery.receipt_handle for delivery in command.deliveries])
         if work.limits is not None:
-            for task, key, permits in work.rows(sql.PERMITS_HELD, (given,)):
+            for task, key, permits in work.rows(sql.PERMITS_HELD, (given, command.mailbox)):
                 work.limits.comes_again(command.mailbox, Limitable(task, key, None, permits))
-        work.execute(sql.UNLEASE_EXPIRING, (given,))
+        work.execute(sql.UNLEASE_EXPIRING, (given, command.mailbox))
         work.execute(sql.UNLEASE, (given, command.mailbox))
         back = work.changes()
-        work.execute(sql.DROP_LEASES, (given,))
+        work.execute(sql.DROP_LEASES, (given, command.mailbox))
         delta = work.delta(command.mailbox)
         delta.in_flight -= back
         delta.gain(back)
@@ -345,10 +346,10 @@ def _acknowledge(work: UnitOfWork, commands: list[JoiningAcknowledge]) -> None:
         if held < len(acks):
             given = _json_list(_only_held(work, mailbox, given, acks))
         if work.limits is not None:
-            held_by = work.rows(sql.PERMITS_HELD, (given,))
+            held_by = work.rows(sql.PERMITS_HELD, (given, mailbox))
             work.limits.done(mailbox, [Limitable(task, key, None, permits) for task, key, permits in held_by])
-        work.execute(sql.DROP_MESSAGES_LEASED, (given,))
-        work.execute(sql.DROP_LEASES, (given,))
+        work.execute(sql.DROP_MESSAGES_LEASED, (given, mailbox))
+        work.execute(sql.DROP_LEASES, (given, mailbox))
         delta = work.delta(mailbox)
         delta.in_flight -= held
         delta.settled += held
@@ -424,7 +425,7 @@ def _take(work: UnitOfWork, mailbox: int, delivery: ClaimedMessage, command: Com
     """End a lease that is held, else give ``command`` its error."""
     lease = delivery.receipt_handle
     for row in work.rows(sql.HELD, (int(lease), mailbox, work.boot)):
-        work.execute(sql.DROP_LEASE, (int(lease),))
+        work.execute(sql.DROP_LEASE, (int(lease), mailbox))
         work.delta(mailbox).in_flight -= 1
         return row
     command.error = lease_over(delivery)
@@ -452,7 +453,7 @@ def _set_task(work: UnitOfWork, commands: list[SetTask]) -> None:
         if limits is not None and call is not None and call.task != task and task in limits.of_mailbox(command.mailbox):
             limits.left(command.mailbox, call, was_claimed=True)
             work.execute(sql.SET_TASK, (task, rows[0][0]))
-            work.execute(sql.FORGET_PERMITS, (lease,))
+            work.execute(sql.FORGET_PERMITS, (lease, command.mailbox))
             command.result = True
 
 

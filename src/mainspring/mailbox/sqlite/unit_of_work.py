@@ -352,7 +352,7 @@ def _end_leases(work: UnitOfWork, limit: int) -> None:
     if not ended:  # what is due is of no message: left there, it would be due for ever
         work.execute(sql.LEASES_OF_NONE, (work.boot,))
     for lease, mailbox, seq, claimed_at, rank, expires_at, *of in ended:
-        work.execute(sql.DROP_LEASE, (lease,))
+        work.execute(sql.DROP_LEASE, (lease, mailbox))
         work.execute(sql.CAME_BACK, (1, claimed_at, seq))
         work.delta(mailbox).in_flight -= 1
         call = Limitable.of(*of)

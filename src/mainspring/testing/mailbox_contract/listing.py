@@ -130,6 +130,51 @@ async def a_list_of_nothing_is_empty(h: Harness, box: AnyMailbox) -> None:
     equal(_ids(await _all(box, MessageQuery(PENDING, 10, "no such place"))), [message_id], "behind an unknown place")
 
 
+@on_mailbox("listing")
+async def dead_letters_are_listed_by_task(h: Harness, box: AnyMailbox) -> None:
+    """Page by page, the dead letters of a task come in the order of their deaths, each once, and no others."""
+    task_of = {await _send(box, n, task=task, key="k" if n == 5 else None): task for n, task in enumerate("tutuutt")}
+    await _send(box, "of no task")
+    dying = await box.receive(max_messages=10, visibility_timeout=600)  # keys take turns, so in an order of the store's
+    for message in dying:
+        await message.dead_letter("x")
+
+    async def dead(task: str, limit: int, after: str | None = None) -> list[str]:
+        found: list[str] = []
+        while page := await box.backend.dead_letters_of(task, limit, after):
+            check(len(page) <= limit, f"a page has {len(page)} dead letters of {limit}")
+            found += [delivery.message_id for delivery, _, _ in page]
+            after = found[-1]
+        return found
+
+    ids = {task: [message.id for message in dying if task_of.get(message.id) == task] for task in "tuv"}
+    for task in "tuv":
+        for limit in (1, 3, 1_000):
+            equal(await dead(task, limit), ids[task], f"of {task!r}, in pages of {limit}")
+    after = [message.id for message in dying].index(ids["u"][1])
+    behind = [each for each in ids["t"] if each in {message.id for message in dying[after:]}]
+    equal(await dead("t", 2, ids["u"][1]), behind, "behind a dead letter of another task")
+    equal(await dead("t", 2, "no such id"), ids["t"], "behind an id that is unknown")
+    first, second, *others = ids["t"]
+    equal((await box.replay_dead_letters([first]), await box.purge_dead_letters([second])), (1, 1), "replayed, purged")
+    equal(await dead("t", 2), others, "those that are left")
+    await (await h.one(box)).dead_letter("again")
+    equal(await dead("t", 2), [*others, first], "after another death")
+    await box.purge_dead_letters()
+    equal(await dead("t", 2), [], "when all are purged")
+
+
+@on_mailbox("listing", "expiry")
+async def expired_messages_are_among_the_dead_letters_of_their_task(h: Harness, box: AnyMailbox) -> None:
+    """A message that expires is a dead letter of its task, whether it was pending or delayed."""
+    async with h.ending(h.short):
+        ids = [await _send(box, n, task="t", expires_in=h.short, delay=delay) for n, delay in enumerate((0, 600))]
+        await _send(box, "of another", task="u", expires_in=h.short)
+    await h.pass_time(h.short)
+    found = await box.backend.dead_letters_of("t", 10, None)
+    equal(sorted(delivery.message_id for delivery, _, _ in found), sorted(ids), "of the task")
+
+
 @on_mailbox("edit")
 async def a_body_is_replaced(h: Harness, box: AnyMailbox) -> None:
     """The body of a waiting message is replaced. Its counts and all else stay, with ``front_return`` its place as well."""

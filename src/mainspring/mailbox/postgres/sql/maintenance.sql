@@ -51,8 +51,8 @@ RETURNS TABLE (
     id text, body bytea, deliveries integer, attempts integer, enqueued_at float8, first_received_at float8,
     reply_to text, headers text, checkpoint bytea, history text, error text, error_type text, traceback text,
     dead_at float8
-) LANGUAGE plpgsql AS $$
--- The oldest ones behind the one with that id; or (`named`) those with these ids.
+) LANGUAGE plpgsql SET plan_cache_mode = force_custom_plan AS $$
+-- The oldest ones behind the one with that id; or (`named`) those with these ids, for which the plan is another.
 BEGIN
     PERFORM mainspring.sweep_all(box);
     RETURN QUERY
@@ -63,6 +63,21 @@ BEGIN
         WHERE d.mailbox = box AND (named IS NULL OR d.id = ANY (named)) AND d.place > coalesce(
             (SELECT max(e.place) FROM mainspring.dead e WHERE e.mailbox = box AND e.id = behind), 0)
         ORDER BY d.place LIMIT most;
+END $$;
+
+CREATE OR REPLACE FUNCTION mainspring.dead_letters_of(box integer, of_task text, most integer, behind text)
+RETURNS TABLE (
+    id text, body bytea, deliveries integer, attempts integer, enqueued_at float8, first_received_at float8,
+    reply_to text, headers text, checkpoint bytea, history text, error text, error_type text, traceback text,
+    dead_at float8
+) LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET enable_sort = off SET jit = off AS $$
+-- The oldest ones of a task behind the one with that id, which may be of another task.
+BEGIN
+    PERFORM mainspring.sweep_all(box);
+    RETURN QUERY SELECT * FROM mainspring.dead_letters(box, most, NULL, ARRAY(
+        SELECT d.id FROM mainspring.dead d WHERE d.mailbox = box AND d.task = of_task AND d.place > coalesce(
+            (SELECT max(e.place) FROM mainspring.dead e WHERE e.mailbox = box AND e.id = behind), 0)
+        ORDER BY d.place LIMIT most));
 END $$;
 
 CREATE OR REPLACE FUNCTION mainspring.replay(box integer, named text[], capacity bigint, OUT number bigint, OUT waiting bigint)

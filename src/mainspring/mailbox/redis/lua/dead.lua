@@ -24,6 +24,33 @@ local function with_record(box, ids)
   return there, #gone
 end
 
+-- The same for entries of `dead_tasks`.
+local function with_record_of_task(box, members)
+  local there, gone = {}, {}
+  for _, member in ipairs(members) do
+    local id = limits.dead_id(member)
+    if redis.call('HEXISTS', box.dead, id) == 1 then
+      there[#there + 1] = id
+    else
+      gone[#gone + 1] = member
+    end
+  end
+  bulk('ZREM', box.dead_tasks, gone)
+  return there, #gone
+end
+
+-- A page of the dead letters of a task, as it is written.
+local function list_dead_of(box, limit, after, task)
+  local number = after ~= '' and redis.call('ZSCORE', box.dead_order, after)
+  local from = number and '(' .. task .. place_of(number) .. after or '[' .. task
+  local ids, gone
+  repeat
+    ids, gone = with_record_of_task(box,
+      redis.call('ZRANGE', box.dead_tasks, from, '(' .. task .. ':', 'BYLEX', 'LIMIT', 0, limit))
+  until gone == 0
+  return read_dead(box, ids)
+end
+
 local function list_dead(box, limit, after)
   local from = 0
   if after ~= '' then

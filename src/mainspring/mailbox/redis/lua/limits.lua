@@ -47,6 +47,22 @@ local function read_entry(id, about)
   }
 end
 
+-- The task of a message as it is written at the begin of an index entry.
+function limits.task_written(about)
+  return read_entry('', about).written
+end
+
+-- What an earlier version did not keep with a dead letter: the task of a call.
+function limits.about_call(rank, place, sent, task)
+  return table.concat({ 0, rank, place, sent, '1.0', named(task) .. 't' }, ' ')
+end
+
+-- The id that an entry in `dead_tasks` stands for.
+function limits.dead_id(member)
+  local _, ends = read_name(member, 1)
+  return string.sub(member, ends + 17)
+end
+
 local function text_of(entry)
   return entry.permits .. string.sub(entry.about, 2)
 end

@@ -315,8 +315,11 @@ local operations = {
     return 1
   end,
   list_dead = function()
-    local limit, after = next_number(), next_argument()
-    return sweep(box) and -1 or list_dead(box, limit, after)
+    local limit, after, task = next_number(), next_argument(), next_argument()
+    if sweep(box) then
+      return -1
+    end
+    return task == '' and list_dead(box, limit, after) or list_dead_of(box, limit, after, task)
   end,
   find_dead = function()
     local ids = next_list()

@@ -23,8 +23,8 @@
 --   leases    zset   receipt -> when it ends. A receipt: time of the claim "." rank "." claimant "." place id
 --   state     hash   seq: the last place given; tick: the time of the last claim or of the last write of a record, no two are
 --                    equal; settled: how many are; g and the name of a channel: the tick of the last message that was claimed
---                    for its listener and sent there; recovery and recovered: see recovery.lua; limits: there are some; d and a
---                    task: what they are (see limits.lua)
+--                    for its listener and sent there; recovery and recovered: see recovery.lua; by_task: `dead_tasks` is
+--                    complete; limits: there are some; d and a task: what they are (see limits.lua)
 --   more      hash   what only some messages have, by a letter and the id: b: deliveries, attempts and first claim of one that
 --                    came back; c: checkpoint; h: history; k: dedup key; l: its expiry, which came while it was in flight;
 --                    p: its place, where it is another than the one in its head; t: its task (see limits.lua). And `!`: claims
@@ -33,6 +33,7 @@
 --   expiry    zset   id -> when it expires; a byte of 0 and a limiter -> when that opens
 --   dead      hash   id -> head and body
 --   dead_order  zset  id -> its number, in the order in which messages died
+--   dead_tasks  zset  task, number and id -> 0: the dead letters that have a task
 --   dead_details  hash  m: deliveries, attempts, first claim and death, by id; w: why (the client's JSON; none: it expired);
 --                    c, h, k, t as in more
 --   records   hash   kind, a byte of 0, and key, its name -> version "|" when it ends (none: never) "|" value
@@ -46,7 +47,7 @@
 -- Unlike the hash of the messages, `more` is empty in most mailboxes, so that one look at it saves all others.
 
 local AT_ONCE = 1000 -- of each kind that is due: the callers of this batch should not wait for thousands
-local KEYS_OF_ONE = 16
+local KEYS_OF_ONE = 17
 local KEYS_OF_TRANSIENT = 13 -- none of its messages has a task
 local STEP = 1000 -- from one place to the next: those of keys are between
 local DAY = 86400000
@@ -93,6 +94,7 @@ local function box_of(behind)
     state = KEYS[behind + 5], more = KEYS[behind + 6], dedup = KEYS[behind + 7], expiry = KEYS[behind + 8],
     dead = KEYS[behind + 9], dead_order = KEYS[behind + 10], dead_details = KEYS[behind + 11], waiters = KEYS[behind + 12],
     bodies = KEYS[behind + 13], limiters = KEYS[behind + 14], waits = KEYS[behind + 15], listed = KEYS[behind + 16],
+    dead_tasks = KEYS[behind + 17],
   }
 end
 
@@ -235,6 +237,11 @@ local function delete_messages(box, ids, unclaimed)
 end
 
 local function delete_dead(box, id)
+  local about = redis.call('HGET', box.dead_details, 't' .. id)
+  local number = about and redis.call('ZSCORE', box.dead_order, id)
+  if number then
+    redis.call('ZREM', box.dead_tasks, limits.task_written(about) .. place_of(number) .. id)
+  end
   redis.call('HDEL', box.dead, id)
   redis.call('ZREM', box.dead_order, id)
   redis.call('HDEL', box.dead_details, 'm' .. id, 'w' .. id, 'c' .. id, 'h' .. id, 'k' .. id, 't' .. id)
@@ -298,7 +305,11 @@ local function dead_letter(box, id, why, claimed, history, at, unclaimed)
   end
   redis.call('HSET', box.dead, id, value)
   redis.call('HSET', box.dead_details, unpack(record))
-  redis.call('ZADD', box.dead_order, next_seq(box, 1), id)
+  local number = next_seq(box, 1)
+  redis.call('ZADD', box.dead_order, number, id)
+  if kept[4] then
+    redis.call('ZADD', box.dead_tasks, 0, limits.task_written(kept[4]) .. place_of(number) .. id)
+  end
   delete_messages(box, { id }, unclaimed)
 end
 
