@@ -155,7 +155,7 @@ def test_older_than_selects_the_old_ones(
 def test_replay_and_purge_take_the_old_ones_only(url: str, ids: list[str]) -> None:
     age(url, ids[:2], 7_200)
     age(url, ids[2:3], 200_000)
-    assert call(["dead", "replay", url, "--older-than", "1h", "--since", "1d"]) == 0
+    assert call(["dead", "replay", url, "--older-than", "1h", "--since", "1d", "--yes"]) == 0
     assert counts(url) == (3, 4, 0)
     assert call(["dead", "purge", url, "--older-than", "1h", "--yes"]) == 0
     assert counts(url) == (3, 3, 1)
@@ -310,18 +310,20 @@ def test_an_id_that_is_none_is_told_and_the_others_are_done(url: str, ids: list[
 
 
 def test_replay_of_all(url: str, ids: list[str]) -> None:
-    assert call(["dead", "replay", url, "--all"]) == 0
+    assert call(["dead", "replay", url, "--all", "--yes"]) == 0
     assert counts(url) == (7, 0, 0)
 
 
 def test_filters_are_joined_by_and(url: str, ids: list[str]) -> None:
     age(url, ids[2:], 7_200)
-    assert call(["dead", "replay", url, "--error-type", "LookupError", "--since", "1h", "--match", "answer"]) == 0
+    assert (
+        call(["dead", "replay", url, "--error-type", "LookupError", "--since", "1h", "--match", "answer", "--yes"]) == 0
+    )
     assert dead_bodies(url) == [0, 2, 3, 4, 5]
 
 
 def test_a_filter_that_fits_nothing_does_nothing(url: str, ids: list[str], capsys: Any) -> None:
-    assert call(["dead", "replay", url, "--match", "nothing like it"]) == 0
+    assert call(["dead", "replay", url, "--match", "nothing like it", "--yes"]) == 0
     assert capsys.readouterr().out == "0 dead letter(s) replayed\n"
     assert counts(url) == (1, 6, 0)
 
@@ -331,9 +333,12 @@ def test_purge_by_id_does_not_ask(url: str, ids: list[str]) -> None:
     assert counts(url) == (1, 5, 1)
 
 
+@pytest.mark.parametrize("verb", ["replay", "purge"])
 @pytest.mark.parametrize("which", [["--all"], ["--error-type", "LookupError"]])
-def test_purge_without_a_terminal_wants_yes(url: str, ids: list[str], tmp_path: Path, which: list[str]) -> None:
-    ended = run("dead", "purge", url, *which, cwd=tmp_path)
+def test_without_a_terminal_many_want_yes(
+    url: str, ids: list[str], tmp_path: Path, verb: str, which: list[str]
+) -> None:
+    ended = run("dead", verb, url, *which, cwd=tmp_path)
     assert ended.returncode == 2
     assert "--yes" in only_line(ended.stderr)
     assert counts(url) == (1, 6, 0)
@@ -348,12 +353,21 @@ def test_purge_with_yes(url: str, ids: list[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("answer", "status", "left"), [(b"y\n", 0, 0), (b"n\n", 1, 6)])
-def test_purge_asks_at_a_terminal(url: str, ids: list[str], answer: bytes, status: int, left: int) -> None:
+@pytest.mark.parametrize(
+    ("verb", "asks"),
+    [
+        ("purge", "Forget 6 dead letter(s) of emails for good?"),
+        ("replay", "Send 6 dead letter(s) of emails to their mailbox again?"),
+    ],
+)
+def test_many_are_asked_for_at_a_terminal(
+    url: str, ids: list[str], verb: str, asks: str, answer: bytes, status: int, left: int
+) -> None:
     master, slave = pty.openpty()
     try:
         write(master, answer)
         ended = subprocess.run(
-            [*MAINSPRING, "dead", "purge", url, "--all"],
+            [*MAINSPRING, "dead", verb, url, "--all"],
             stdin=slave,
             capture_output=True,
             text=True,
@@ -364,7 +378,7 @@ def test_purge_asks_at_a_terminal(url: str, ids: list[str], answer: bytes, statu
         close(slave)
         fdopen(master, "wb").close()
     assert ended.returncode == status, ended.stderr
-    assert "Forget 6 dead letter(s) of emails for good?" in ended.stderr
+    assert asks in ended.stderr
     assert counts(url)[1] == left
 
 
@@ -377,7 +391,7 @@ def test_more_than_a_page_is_filtered_and_replayed(url: str, monkeypatch: pytest
             await message.dead_letter("odd" if message.body % 2 else "even")
 
     with_mailbox(url, fill)
-    assert call(["dead", "replay", url, "--match", "odd"]) == 0
+    assert call(["dead", "replay", url, "--match", "odd", "--yes"]) == 0
     assert counts(url) == (27, 27, 0)
 
 
@@ -394,7 +408,7 @@ def test_what_is_meant_is_to_be_said_in_one_way(
     assert counts(url) == (1, 6, 0)
 
 
-@pytest.mark.parametrize("words", [["replay"], ["purge", "--yes"]])
+@pytest.mark.parametrize("words", [["replay", "--yes"], ["purge", "--yes"]])
 @pytest.mark.parametrize(
     "which", [["--match", ""], ["--error-type", ""], ["--since", ""], ["--older-than", ""], ["--match", " "], ["", ""]]
 )
@@ -416,7 +430,7 @@ def test_a_time_that_is_none(url: str, ids: list[str], capsys: Any, option: str,
         assert f"'{option}': {since!r} is no time ago; write for example 30m, 24h, 7d, or a date; see" in told
 
 
-VERBS = (["list"], ["show", "an-id"], ["replay", "--all"], ["purge", "--all", "--yes"])
+VERBS = (["list"], ["show", "an-id"], ["replay", "--all", "--yes"], ["purge", "--all", "--yes"])
 
 
 @pytest.mark.parametrize("words", VERBS, ids=lambda words: words[0])

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mainspring.mailbox.message import Counts
     from stores import Store
 
-VERBS = (["list"], ["show", "an-id"], ["replay", "--all"], ["purge", "--all", "--yes"])
+VERBS = (["list"], ["show", "an-id"], ["replay", "--all", "--yes"], ["purge", "--all", "--yes"])
 
 pytestmark = pytest.mark.parametrize("kind", SERVERS)
 
@@ -78,13 +78,13 @@ def test_the_verbs(store: Store, capsys: Any) -> None:
 
     assert call(["dead", "replay", url, ids[0], "no-such-id", "--json"]) == 1
     assert json.loads(capsys.readouterr().out) == {"mailbox": store.name, "replayed": 1, "missing": 1}
-    assert call(["dead", "replay", url, "--match", "answer to 2"]) == 0
+    assert call(["dead", "replay", url, "--match", "answer to 2", "--yes"]) == 0
     assert call(["dead", "purge", url, ids[2]]) == 0
     assert call(["dead", "purge", url, "--error-type", "TimeoutError"]) == 2, "nobody can be asked"
     assert call(["dead", "purge", url, "--error-type", "TimeoutError", "--yes"]) == 0
     counts = anyio.run(look, store)
     assert (counts.pending, counts.dead, counts.settled) == (2, 1, 3)
-    assert call(["dead", "replay", url, "--all"]) == 0
+    assert call(["dead", "replay", url, "--all", "--yes"]) == 0
     counts = anyio.run(look, store)
     assert (counts.pending, counts.dead, counts.settled) == (3, 0, 3)
 

@@ -137,11 +137,12 @@ def test_dead_letters_are_chosen_by_their_task(url, ids, capsys, monkeypatch, tm
             json.loads(called(capsys, "dead", "show", *target, ids["dead"], "--json")[1])["error_type"] == "ValueError"
         )
     assert called(capsys, "dead", "purge", "--task", "bill", "--yes")[1] == "0 dead letter(s) purged\n"
-    assert called(capsys, "dead", "replay", "--task", "email", "--error", "ValueError", "--older-than", "1h")[
+    assert called(capsys, "dead", "replay", "--yes", "--task", "email", "--error", "ValueError", "--older-than", "1h")[
         1
     ].startswith("0")
     assert (
-        called(capsys, "dead", "replay", "--task", "email", "--error", "ValueError")[1] == "1 dead letter(s) replayed\n"
+        called(capsys, "dead", "replay", "--yes", "--task", "email", "--error", "ValueError")[1]
+        == "1 dead letter(s) replayed\n"
     )
     assert called(capsys, "jobs", "--state", "dead")[1] == ""
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 PAGE = 1_000
 WIDTH = 160
 """Characters of a line of the list."""
+_DONE = {"replay": "replayed", "purge": "purged"}
 _NUMBERS = re.compile(r"[0-9]+")
 """Errors that differ in numbers only are one error."""
 
@@ -176,29 +177,25 @@ def show_dead(words: Sequence[str], as_json: bool) -> int:
     return 0
 
 
-def replay_dead(words: Sequence[str], choice: Choice, as_json: bool) -> int:
-    """Send dead letters to their mailbox again."""
-    mailbox, choice = _mailbox_and_choice(words, choice, "replay")
-    return _report(
-        mailbox, choice, "replayed", with_mailbox(mailbox, lambda opened: _act(opened, choice, "replay")), as_json
-    )
+def replay_dead(words: Sequence[str], choice: Choice, yes: bool, as_json: bool) -> int:
+    """Send dead letters to their mailbox again, having asked first where they are not named."""
+    return _do(words, choice, "replay", "Send {} to their mailbox again?", yes, as_json)
 
 
 def purge_dead(words: Sequence[str], choice: Choice, yes: bool, as_json: bool) -> int:
     """Forget dead letters for good, having asked first where they are not named."""
-    mailbox, choice = _mailbox_and_choice(words, choice, "purge")
-    if not yes and not choice.ids:
-        _confirm(mailbox, choice)
-    return _report(
-        mailbox, choice, "purged", with_mailbox(mailbox, lambda opened: _act(opened, choice, "purge")), as_json
-    )
+    return _do(words, choice, "purge", "Forget {} for good?", yes, as_json)
 
 
-def _mailbox_and_choice(words: Sequence[str], choice: Choice, verb: str) -> tuple[Mailbox[Any, Any], Choice]:
+def _do(words: Sequence[str], choice: Choice, verb: str, question: str, yes: bool, as_json: bool) -> int:
     mailbox, ids = mailbox_and_ids(words)
     choice = replace(choice, ids=ids)
     choice.check(verb)
-    return _face_of(mailbox), choice
+    mailbox = _face_of(mailbox)
+    if not yes and not ids:
+        _confirm(mailbox, choice, verb, question)
+    count = with_mailbox(mailbox, lambda opened: _act(opened, choice, verb))
+    return _report(mailbox, choice, _DONE[verb], count, as_json)
 
 
 def _face_of(mailbox: Mailbox[Any, Any]) -> Mailbox[Any, Any]:
@@ -247,15 +244,15 @@ def _report(mailbox: Mailbox[Any, Any], choice: Choice, done: str, count: int, a
     return 0
 
 
-def _confirm(mailbox: Mailbox[Any, Any], choice: Choice) -> None:
+def _confirm(mailbox: Mailbox[Any, Any], choice: Choice, verb: str, question: str) -> None:
     async def count(opened: Mailbox[Any, Any]) -> int:
         return (await opened.counts()).dead if choice.everything else len(await _chosen(opened, choice))
 
     if sys.stdin is None or not sys.stdin.isatty():
-        raise UserError("dead purge: without a terminal it cannot ask whether to delete them for good; pass --yes")
-    found = with_mailbox(mailbox, count)
-    if not typer.confirm(f"Forget {found:,} dead letter(s) of {mailbox.name} for good?", err=True):
-        raise UserError("nothing was purged; answer y to purge them", FAILED)
+        raise UserError(f"dead {verb}: without a terminal it cannot ask; pass --yes, or name the ids")
+    found = f"{with_mailbox(mailbox, count):,} dead letter(s) of {mailbox.name}"
+    if not typer.confirm(question.format(found), err=True):
+        raise UserError(f"nothing was {_DONE[verb]}; answer y to {verb} them", FAILED)
 
 
 # ------------------------------------------------------------------------------------------------------------ the output

@@ -49,6 +49,7 @@ _Match = Annotated[
     typer.Option(metavar="TEXT", help="Dead letters with this text in the error, the body or a header (KEY=VALUE)."),
 ]
 _Task = Annotated[str | None, typer.Option("--task", metavar="NAME", help="Dead letters that call this task.")]
+_Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -97,15 +98,16 @@ def replay(
     since: _Since = None,
     older_than: _OlderThan = None,
     match: _Match = None,
+    yes: _Yes = False,
     as_json: _Json = False,
 ) -> int:
     """Send dead letters to their mailbox again, with fresh counts: those named, all, or those that fit every filter.
 
-    The exit status is 1 where an id is none of a dead letter.
+    Asks, unless they are named. The exit status is 1 where an id is none of a dead letter.
     """
     from mainspring.cli.dead import Choice, replay_dead
 
-    return replay_dead(target or [], Choice(everything, task, error_type, since, older_than, match), as_json)
+    return replay_dead(target or [], Choice(everything, task, error_type, since, older_than, match), yes, as_json)
 
 
 @dead.command(epilog="Example: `mainspring dead purge 'sqlite:///jobs.db?name=emails' --all --yes`")
@@ -117,7 +119,7 @@ def purge(
     since: _Since = None,
     older_than: _OlderThan = None,
     match: _Match = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: _Yes = False,
     as_json: _Json = False,
 ) -> int:
     """Forget dead letters for good: those named, all, or those that fit every filter. Asks, unless they are named.
