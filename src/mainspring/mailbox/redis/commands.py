@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 
 OUTCOMES: Final = (RescheduleOutcome.UNKNOWN, RescheduleOutcome.IN_FLIGHT, RescheduleOutcome.RESCHEDULED)
 _message_id, _dedup_key, _task = map(attrgetter, ("message_id", "dedup_key", "task"))
+_write_json: Final = json.JSONEncoder(separators=(",", ":")).encode
+_read_json: Final = json.JSONDecoder().decode
+_STRING: Final = frozenset({str})
 _KEYS: Final = (
     "messages",
     "ready",
@@ -123,7 +126,7 @@ def head_of(envelope: Envelope) -> bytes:
     details: dict[str, Any] = {"h": dict(envelope.headers)} if envelope.headers else {}
     if envelope.reply_to is not None:
         details["r"] = envelope.reply_to
-    return b"+%b\n" % json.dumps(details, separators=(",", ":")).encode()
+    return b"+%b\n" % _write_json(details).encode()
 
 
 def task_of(envelope: Envelope) -> bytes:
@@ -164,9 +167,9 @@ def read_message(value: bytes) -> tuple[float, bytes | None, str | None, Mapping
         if rest == PLAIN:
             return at, None, None, {}
         line, _, body = rest[1:].partition(b"\n")
-        details = json.loads(line)
+        details = _read_json(line.decode())
         reply_to, headers = details.get("r"), details.get("h", {})
-        strings = all(isinstance(known, str) for known in headers.values())
+        strings = _STRING.issuperset(map(type, headers.values()))
         if rest[:1] != b"+" or not strings or not (reply_to is None or isinstance(reply_to, str)):
             raise ValueError
     except (ValueError, AttributeError, RecursionError):

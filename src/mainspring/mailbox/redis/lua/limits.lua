@@ -16,10 +16,14 @@
 -- Events only note which limiters they may have opened (`touched`). These let messages in before a claim, and at the end of the
 -- call, at most AT_ONCE of them; the rest is due at once.
 
+do -- the names of this file are its own: a chunk has at most 200
+
 local OWN, OF_KEY = 2, 1
 local NEVER = 1e300
 local SCANNED = '\0>' -- the begin of what stands in `expiry` for limiters that are still to be looked at after a change
 local TOO_MANY = 1000 -- fields of `limiters` above which each new one has some others looked at that may go
+local MOST_NAMES = 4000 -- that are kept from call to call
+local DIGITS = { [0] = '0', '1', '2', '3' }
 
 local function named(name)
   return string.len(name) .. ':' .. name
@@ -36,20 +40,39 @@ local function read_name(from_text, from)
   return string.sub(from_text, last + 1, last + size), last + size
 end
 
+-- What the name of a limiter says: at 1 the limiter of the key, or false, and at 2 the limiter of the task; the task and the key;
+-- the begins of the entries in `listed`. It is kept, as calls come to the same limiters again and again.
+local names, how_many_names = {}, 0
+
+local function parts_of(name)
+  local parts = names[name]
+  if not parts then
+    local task, ends = read_name(name, 1)
+    local written = string.sub(name, 1, ends)
+    local key = string.byte(name, ends + 1) == 107 and string.sub(name, ends + 2) -- "k"
+    parts = {
+      key and name, key and written .. 't' or name, task = task, key = key, by_task = 't' .. written,
+      by_key = key and 'k' .. key .. written,
+    }
+    if how_many_names == MOST_NAMES then
+      names, how_many_names = {}, 0
+    end
+    names[name], how_many_names = parts, how_many_names + 1
+  end
+  return parts
+end
+
 local function read_entry(id, about)
-  local permits, rank, place, weight, name, size = string.match(about, '^(%d) (%-?%d+) (%d+) %d+ (%S+) ((%d+):.*)$')
-  local ends = string.len(size) + 1 + tonumber(size)
-  local has_key = string.byte(name, ends + 1) == 107 -- "k"
+  local rank, place, at = string.match(about, '^%d (%-?%d+) (%d+) %d+ %S+ ()')
+  local permits = string.byte(about) - 48
   return {
-    id = id, about = about, permits = tonumber(permits), stored = tonumber(permits), rank = rank, place = place, weight = weight,
-    written = string.sub(name, 1, ends), task = string.sub(name, string.len(size) + 2, ends),
-    key = has_key and string.sub(name, ends + 2), [OF_KEY] = has_key and name,
+    id = id, about = about, permits = permits, stored = permits, rank = rank, place = place, of = parts_of(string.sub(about, at)),
   }
 end
 
 -- The task of a message as it is written at the begin of an index entry.
 function limits.task_written(about)
-  return read_entry('', about).written
+  return named(read_entry('', about).of.task)
 end
 
 -- What an earlier version did not keep with a dead letter: the task of a call.
@@ -64,7 +87,7 @@ function limits.dead_id(member)
 end
 
 local function text_of(entry)
-  return entry.permits .. string.sub(entry.about, 2)
+  return DIGITS[entry.permits] .. string.sub(entry.about, 2)
 end
 
 -- Store the permits of messages, as far as they have changed.
@@ -82,11 +105,11 @@ end
 
 -- Where a message is listed.
 local function listed_at(entry)
-  local spot = entry.written .. entry.place .. entry.id
-  if entry.key then
-    return 't' .. spot, 'k' .. entry.key .. spot
+  local spot, of = entry.place .. entry.id, entry.of
+  if of.key then
+    return of.by_task .. spot, of.by_key .. spot
   end
-  return 't' .. spot
+  return of.by_task .. spot
 end
 
 -- The limits of a task, or false.
@@ -126,20 +149,14 @@ end
 
 -- --------------------------------------------------------------------------------------------------------- limiters
 
--- The name of the limiter of a permit.
-local function name_of(entry, which)
-  entry[which] = entry[which] or entry.written .. 't'
-  return entry[which]
-end
-
 local function holds(entry, which)
   return entry.permits == which or entry.permits == 3
 end
 
 -- Read limiters that are not known yet, by their names.
-local function fetch(box, names)
+local function fetch(box, names_of_them)
   local wanted, list = {}, {}
-  for name in pairs(names) do
+  for name in pairs(names_of_them) do
     if not box.known[name] then
       list[#list + 1] = name
       wanted[#list] = 'l' .. name
@@ -149,21 +166,23 @@ local function fetch(box, names)
     local used, unclaimed, spent = string.match(stored or '', '^(%d+) (%d+) (%d+)$')
     box.known[list[i]] = {
       used = tonumber(used) or 0, unclaimed = tonumber(unclaimed) or 0, spent = tonumber(spent) or 0, is_stored = stored,
+      changed = false,
     }
   end
 end
 
 -- The same of those that messages have permits of, or may get (`all`).
 local function fetch_for(box, entries, all)
-  local names = {}
+  local wanted = {}
   for _, entry in ipairs(entries) do
     for which = OF_KEY, OWN do
-      if holds(entry, which) or all and (which == OWN or entry.key) then
-        names[name_of(entry, which)] = true
+      local name = entry.of[which]
+      if name and not box.known[name] and (all or holds(entry, which)) then
+        wanted[name] = true
       end
     end
   end
-  fetch(box, names)
+  fetch(box, wanted)
 end
 
 local function limiter(box, name)
@@ -215,11 +234,12 @@ local function tidy(box, new)
   redis.call('HSET', box.state, 'tidied', scanned[1])
 end
 
--- The limiter of a permit, how many it may have out, and its rate.
-local function bounds(box, entry, which)
-  local declared = limits_of(box, entry.task) or {}
-  local one = limiter(box, name_of(entry, which))
-  if which == OWN then
+-- The limiter of a permit, how many it may have out, and its rate. `of`: the parts of a name.
+local function bounds(box, of, which)
+  local declared, one = limits_of(box, of.task), limiter(box, of[which])
+  if not declared then
+    return one
+  elseif which == OWN then
     return one, declared.most, declared.rate
   end
   return one, declared.key_most, declared.key_rate
@@ -249,12 +269,11 @@ end
 local function count_claim(box, entry)
   for which = OF_KEY, OWN do
     if holds(entry, which) then
-      local name = name_of(entry, which)
-      local one, _, rate = bounds(box, entry, which)
+      local one, _, rate = bounds(box, entry.of, which)
       one.unclaimed, one.changed = math.max(one.unclaimed - 1, 0), true
       if rate then
         one.spent = math.max(one.spent, now) + rate.interval
-        box.touched[name] = true
+        box.touched[entry.of[which]] = true
       end
     end
   end
@@ -264,7 +283,7 @@ end
 local function take_back(box, entry, kept, was_claimed)
   for which = OF_KEY, OWN do
     if which ~= kept and holds(entry, which) then
-      local name = name_of(entry, which)
+      local name = entry.of[which]
       local one = limiter(box, name)
       one.used, one.changed = math.max(one.used - 1, 0), true
       if not was_claimed then
@@ -278,7 +297,7 @@ end
 
 -- The permit that a message keeps which is tried again ('retry') or dead ('dead').
 local function kept_by(box, entry, event)
-  local declared = limits_of(box, entry.task)
+  local declared = limits_of(box, entry.of.task)
   return declared and (declared.blocks == 'dead' or declared.blocks == event) and OF_KEY or 0
 end
 
@@ -293,19 +312,19 @@ local function first_waiting(box, name, most)
 end
 
 local function lacks_key(entry, declared)
-  return entry.key and declared.limits_keys and not holds(entry, OF_KEY)
+  return declared.limits_keys and entry.of.key and not holds(entry, OF_KEY)
 end
 
 -- Let a message get the permits that it lacks, as far as no other waits for them. Return nil if it has all of them, else its
--- entry in `waits`, which the caller writes.
-local function get_permits(box, entry, declared, place)
+-- entry in `waits`, which the caller writes. `spot`: its place and its id.
+local function get_permits(box, entry, declared, spot)
   while true do
     local which = lacks_key(entry, declared) and OF_KEY or not holds(entry, OWN) and OWN
     if not which then
       return nil
     end
-    local name = name_of(entry, which)
-    local one, most, rate = bounds(box, entry, which)
+    local name = entry.of[which]
+    local one, most, rate = bounds(box, entry.of, which)
     local opens = opens_at(one, most, rate)
     if opens <= now and one.waits == nil then
       one.waits = first_waiting(box, name, 1)[1] ~= nil
@@ -317,16 +336,16 @@ local function get_permits(box, entry, declared, place)
       elseif opens ~= NEVER then
         open_at(box, name, opens)
       end
-      return name .. rank_code(entry.rank) .. place .. entry.id
+      return name .. rank_code(entry.rank) .. spot
     end
     one.used, one.unclaimed, one.changed = one.used + 1, one.unclaimed + 1, true
     entry.permits = entry.permits + which
   end
 end
 
-local function add_ready(ready, entry, place)
+local function add_ready(ready, entry, spot)
   ready[#ready + 1] = entry.rank
-  ready[#ready + 1] = place .. entry.id
+  ready[#ready + 1] = spot
 end
 
 local function add_waiting(waits, member)
@@ -361,17 +380,17 @@ local function let_these_in(box, found)
       box.dropped = box.dropped + 1
     else
       at = at + 1
-      local entry, place = entries[at], string.sub(one.member, string.len(name) + 6, string.len(name) + 21)
+      local entry, spot = entries[at], string.sub(one.member, string.len(name) + 6)
       if declared and (one.which == OF_KEY or not lacks_key(entry, declared)) then
         local from = limiter(box, name)
         from.used, from.unclaimed, from.changed = from.used + 1, from.unclaimed + 1, true
         entry.permits = entry.permits + one.which
       end
-      member = declared and get_permits(box, entry, declared, place)
+      member = declared and get_permits(box, entry, declared, spot)
       if member then
         add_waiting(waits, member)
       else
-        add_ready(ready, entry, place)
+        add_ready(ready, entry, spot)
       end
     end
     if member ~= one.member then -- else it got the permit of its key, and waits where it did
@@ -385,10 +404,9 @@ end
 
 -- Find those that wait at a limiter and may be let in now.
 local function look_at(box, name, found)
-  local task, ends = read_name(name, 1)
-  local declared = limits_of(box, task)
-  local which = string.sub(name, ends + 1, ends + 1) == 't' and OWN or OF_KEY
-  local one, most, rate = bounds(box, { task = task, [which] = name }, which)
+  local of = parts_of(name)
+  local declared, which = limits_of(box, of.task), of.key and OF_KEY or OWN
+  local one, most, rate = bounds(box, of, which)
   local opens = opens_at(one, most, rate)
   if opens == NEVER then
     return
@@ -482,8 +500,8 @@ function limits.save(box)
         gone[#gone + 1] = one.is_stored and 'l' .. name or nil
       else
         stored[#stored + 1] = 'l' .. name
-        local spent = one.spent > now and text(one.spent) or 0
-        stored[#stored + 1] = table.concat({ one.used, math.min(one.unclaimed, one.used), spent }, ' ')
+        local spent = one.spent > now and one.spent or 0
+        stored[#stored + 1] = string.format('%d %d %.0f', one.used, math.min(one.unclaimed, one.used), spent)
         new = new + (one.is_stored and 0 or 1)
       end
     end
@@ -504,8 +522,8 @@ end
 local function fetch_shares(box, entries)
   local list, seen = {}, {}
   for _, entry in ipairs(entries) do
-    if entry.key and not entry.share then
-      entry.share = 's' .. entry.rank .. ' ' .. entry[OF_KEY]
+    if entry.of.key and not entry.share then
+      entry.share = 's' .. entry.rank .. ' ' .. entry.of[OF_KEY]
       if not (box.shares[entry.share] or seen[entry.share]) then
         list[#list + 1] = entry.share
         seen[entry.share] = true
@@ -520,18 +538,19 @@ end
 -- The place of a message with a key: one step behind the last one of its key, but not before the first in line. Nil: it has no
 -- key. `spare`: the place if it is the first.
 function limits.place_of(box, entry, spare)
-  if not entry.key then
+  if not entry.of.key then
     return nil
   end
   if not entry.share then
     fetch_shares(box, { entry })
   end
-  local first, last = first_place(box, entry.rank, entry.task), box.shares[entry.share]
+  local task, weight = entry.of.task, string.match(entry.about, '^%d %-?%d+ %d+ %d+ (%S+)')
+  local first, last = first_place(box, entry.rank, task), box.shares[entry.share]
   if not first then
     first = tonumber(spare or new_place(box))
-    box.first[entry.rank .. ' ' .. entry.task] = first
+    box.first[entry.rank .. ' ' .. task] = first
   end
-  last.place = last.place and math.max(first, last.place + math.floor(STEP / tonumber(entry.weight) + 0.5)) or first
+  last.place = last.place and math.max(first, last.place + math.floor(STEP / tonumber(weight) + 0.5)) or first
   return place_of(last.place)
 end
 
@@ -560,11 +579,12 @@ end
 function limits.get_permits(box, entries)
   local limited = {}
   for _, entry in ipairs(entries) do
-    limited[#limited + 1] = limits_of(box, entry.task) and entry or nil
+    limited[#limited + 1] = limits_of(box, entry.of.task) and entry or nil
   end
   fetch_for(box, limited, true)
   for _, entry in ipairs(limited) do
-    entry.is_limited, entry.waits = true, get_permits(box, entry, limits_of(box, entry.task), entry.place)
+    entry.is_limited = true
+    entry.waits = get_permits(box, entry, limits_of(box, entry.of.task), entry.place .. entry.id)
   end
 end
 
@@ -591,7 +611,7 @@ function limits.put_new(box, entries)
     if entry.waits then
       add_waiting(waits, entry.waits)
     elseif entry.is_limited then
-      add_ready(ready, entry, entry.place)
+      add_ready(ready, entry, entry.place .. entry.id)
     end
     put_here[entry.id] = entry.is_limited
   end
@@ -614,12 +634,12 @@ end
 
 -- Let a message that is due become ready, or wait at a limiter, if its task has limits; else return false.
 function limits.enter(box, entry, place)
-  local declared, ready, waits = limits_of(box, entry.task), {}, {}
-  local member = declared and get_permits(box, entry, declared, place)
+  local declared, ready, waits, spot = limits_of(box, entry.of.task), {}, {}, place .. entry.id
+  local member = declared and get_permits(box, entry, declared, spot)
   if member then
     add_waiting(waits, member)
   elseif declared then
-    add_ready(ready, entry, place)
+    add_ready(ready, entry, spot)
   end
   store(box, { entry })
   put(box, ready, waits)
@@ -645,7 +665,7 @@ end
 function limits.come_again(box, entry, place, ended)
   for which = OF_KEY, OWN do
     if holds(entry, which) then
-      local one, _, rate = bounds(box, entry, which)
+      local one, _, rate = bounds(box, entry.of, which)
       one.unclaimed, one.changed = one.unclaimed + 1, true
       if ended == 'undone' and rate then
         one.spent = one.spent - rate.interval
@@ -659,13 +679,13 @@ end
 function limits.set_task(box, id, task)
   local about = redis.call('HGET', box.more, 't' .. id)
   local entry = about and read_entry(id, about)
-  if not entry or entry.task == task or not limits_of(box, task) then
+  if not entry or entry.of.task == task or not limits_of(box, task) then
     return false
   end
   take_back(box, entry, 0, true)
   redis.call('ZREM', box.listed, listed_at(entry))
-  local key = entry.key and 'k' .. entry.key or 't'
-  local head = string.sub(about, 2, -1 - string.len(entry.written .. key))
+  local key = entry.of.key and 'k' .. entry.of.key or 't'
+  local head = string.sub(about, 2, -1 - string.len(named(entry.of.task) .. key))
   limits.add(box, { read_entry(id, '0' .. head .. named(task) .. key) })
   return true
 end
@@ -698,8 +718,8 @@ end
 -- Where a message waits at a limiter, if it does.
 function limits.find(box, id, about, place)
   local entry = read_entry(id, about)
-  for which = entry.key and OF_KEY or OWN, OWN do
-    local member = name_of(entry, which) .. rank_code(entry.rank) .. place .. id
+  for which = entry.of.key and OF_KEY or OWN, OWN do
+    local member = entry.of[which] .. rank_code(entry.rank) .. place .. id
     if redis.call('ZSCORE', box.waits, member) then
       return member
     end
@@ -729,13 +749,13 @@ end
 -- ------------------------------------------------------------------------------------------------------------ claims
 
 local function is_open(box, entry, which)
-  local one, most = bounds(box, entry, which)
+  local one, most = bounds(box, entry.of, which)
   return not most or one.used - one.unclaimed < most
 end
 
 -- Whether a message that is ready is claimed: nil. Else its entry in `waits`.
-local function refused(box, entry, place)
-  local declared, member = limits_of(box, entry.task), nil
+local function refused(box, entry, spot)
+  local declared, member = limits_of(box, entry.of.task), nil
   for _ = 1, declared and 2 or 0 do
     if lacks_key(entry, declared) or holds(entry, OF_KEY) and not is_open(box, entry, OF_KEY) then
       take_back(box, entry, 0, false)
@@ -744,7 +764,7 @@ local function refused(box, entry, place)
     else
       break
     end
-    member = get_permits(box, entry, declared, place)
+    member = get_permits(box, entry, declared, spot)
     if member then
       return member
     end
@@ -769,7 +789,7 @@ function limits.admitted(box, spots, most)
   fetch_for(box, entries)
   for i = 1, #ids do
     local spot = spots[2 * i - 1]
-    local member = of_spot[i] and refused(box, of_spot[i], string.sub(spot, 1, 16))
+    local member = of_spot[i] and refused(box, of_spot[i], spot)
     if member then
       gone[#gone + 1] = spot
       add_waiting(waits, member)
@@ -852,7 +872,7 @@ function limits.clear(box)
     for i = 1, #scanned[2], 2 do
       local entry = read_entry(string.sub(scanned[2][i], 2), scanned[2][i + 1])
       if holds(entry, OF_KEY) then
-        local one = limiter(box, name_of(entry, OF_KEY))
+        local one = limiter(box, entry.of[OF_KEY])
         one.used, one.changed = one.used + 1, true
       end
     end
@@ -930,4 +950,6 @@ function limits.list_again(box, ids)
   end
   bulk('ZADD', box.listed, members)
   return about
+end
+
 end

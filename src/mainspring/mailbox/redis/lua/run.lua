@@ -490,6 +490,7 @@ local function finish(of, behind)
 end
 
 local function run(keys, arguments)
+  redis, math, string, table, ipairs, next, pairs, pcall, tonumber, type, unpack = globals()
   KEYS, ARGV = keys, arguments
   if ARGV[1] == 'open' then
     local found = obstacles(with_records(box_of(0), ARGV[3]))

@@ -46,6 +46,15 @@
 --
 -- Unlike the hash of the messages, `more` is empty in most mailboxes, so that one look at it saves all others.
 
+-- The server looks up each global of a library in several steps. So a call looks them up once, and the rest are locals. Most of them
+-- are not there while the library is loaded.
+local function globals()
+  return redis, math, string, table, ipairs, next, pairs, pcall, tonumber, type, unpack
+end
+
+local redis = redis
+local math, string, table, ipairs, next, pairs, pcall, tonumber, type, unpack
+
 local AT_ONCE = 1000 -- of each kind that is due: the callers of this batch should not wait for thousands
 local KEYS_OF_ONE = 17
 local KEYS_OF_TRANSIENT = 13 -- none of its messages has a task
@@ -61,7 +70,7 @@ local KEYS, ARGV, now
 local full -- whether the server has no memory for what is new
 
 local function text(number)
-  return string.format('%.0f', number)
+  return string.format('%d', number)
 end
 
 -- A command with a list of arguments, in portions: a call takes a few thousand at most.
