@@ -78,6 +78,36 @@ async def test_the_real_group_runs_and_its_store_is_not_opened(virtual_clock: An
     assert orders.backend is before
 
 
+async def test_resources_of_the_test_stand_in_for_those_of_the_group(virtual_clock: Any) -> None:
+    seen: list[Any] = []
+    tasks = Tasks(url(POSTGRES, "orders"))
+
+    @tasks.task
+    async def book(ctx: Context, number: int) -> None:
+        seen.append(ctx.resources)
+
+    @asynccontextmanager
+    async def lifespan() -> Any:
+        yield "real"
+
+    group = LoopGroup([tasks.loop()], lifespan=lifespan)
+    plain = LoopGroup([tasks.loop()])
+    for given in ("fake", {"of": "the inner block"}, None):
+        with override(group, plain, resources="fake"), override(group, resources=given):
+            for one in (group, plain):
+                async with tasks:
+                    await book.send(7)
+                await run(one)
+    assert seen == ["fake", "fake", {"of": "the inner block"}, "fake", "fake", "fake"]
+    with override(group):
+        async with tasks:
+            await book.send(7)
+        await run(group)
+    assert seen[-1] == "real"
+    with pytest.raises(ConfigError, match="resources are those of a group"), override(tasks, resources="fake"):
+        pass
+
+
 async def test_it_must_be_opened_as_there_and_what_it_kept_is_seen_after_a_run(virtual_clock: Any) -> None:
     async def fail(number: int) -> None:
         raise ValueError("broken")

@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def override(*targets: LoopGroup | Tasks | MainLoop | Mailbox[Any, Any], connection: Any = None) -> Iterator[None]:
+def override(
+    *targets: LoopGroup | Tasks | MainLoop | Mailbox[Any, Any], connection: Any = None, resources: Any = None
+) -> Iterator[None]:
     """Keep the messages of groups, tasks, loops and mailboxes in memory inside the block, and open nothing of their stores.
 
     Everything else is the real thing: loops with their policies and middleware, names, types of bodies, resources. It is a
@@ -47,11 +49,23 @@ def override(*targets: LoopGroup | Tasks | MainLoop | Mailbox[Any, Any], connect
         appear then; an error takes both back. Writes through it are the stand-in's affair. ``ctx.transaction(session)`` yields
         that session, and commits it or rolls it back by its own methods, if it has them; so in plain handlers. A message that
         is sent with any other connection appears at once, as its COMMIT is not seen.
-    :raises ConfigError: a target is none of these. Or a mailbox is open as the block begins, or at its end.
+    :param resources: what ``ctx.resources`` is in the handlers of the groups. Their ``lifespan=`` is not called, and nothing
+        opens or closes it. None: it is what the ``lifespan=`` opens.
+    :raises ConfigError: a target is none of these, or none is a group that ``resources`` are for. Or a mailbox is open as the
+        block begins, or at its end.
     """
+    groups = [target for target in targets if isinstance(target, LoopGroup)]
+    if resources is not None and not groups:
+        raise ConfigError(
+            "override: resources are those of a group: give it too, or make one in the test: LoopGroup([tasks.loop()],"
+            " lifespan=…)"
+        )
     mailboxes = _mailboxes_of(targets)
     _check_closed(mailboxes, "enter override() before anything opens it")
     before = [(mailbox, mailbox.backend) for mailbox in mailboxes]
+    settings = [(group, group.settings) for group in groups]
+    for group in groups if resources is not None else ():
+        group.settings = replace(group.settings, lifespan=lambda: nullcontext(resources))
     stores: list[_StandInStore] = []
     for mailbox, backend in before:
         if not isinstance(backend, DeadLetterBackend | MemoryBackend) or isinstance(backend, StandIn):
@@ -62,6 +76,8 @@ def override(*targets: LoopGroup | Tasks | MainLoop | Mailbox[Any, Any], connect
     try:
         yield
     finally:
+        for group, own in settings:
+            group.settings = own
         for mailbox, backend in before:
             if mailbox.state is not MailboxState.OPEN:  # else it would close what it has not opened
                 mailbox.backend = backend
