@@ -167,6 +167,16 @@ def test_include_wins_over_exclude():
     assert not policy.is_dead(9, OSError())
 
 
+def test_where_it_is_said_what_is_retried_any_other_error_is_the_end():
+    policy = DeadLetterPolicy(max_attempts=3, include=(ConnectionResetError,), exclude=KeyError, retry_on=[OSError])
+    assert not policy.is_dead(2, ConnectionError())
+    assert policy.is_dead(3, ConnectionError())
+    assert policy.is_dead(1, ValueError())
+    assert policy.is_dead(1, ConnectionResetError())
+    assert not policy.is_dead(9, KeyError())
+    assert DeadLetterPolicy(retry_on=()).is_dead(1, OSError())
+
+
 def test_one_type_may_stand_alone_and_a_list_is_taken():
     assert DeadLetterPolicy(include=ValueError).include == (ValueError,)
     assert DeadLetterPolicy(exclude=[ValueError, OSError]).exclude == (ValueError, OSError)
@@ -179,9 +189,9 @@ def test_how_often_must_be_a_count(field, value):
         DeadLetterPolicy(**{field: value})
 
 
-@pytest.mark.parametrize("field", ["include", "exclude"])
-@pytest.mark.parametrize("value", ["ValueError", (ValueError, "x"), (int,), 5, None])
-def test_include_and_exclude_take_exception_types(field, value):
+@pytest.mark.parametrize("field", ["include", "exclude", "retry_on"])
+@pytest.mark.parametrize("value", ["ValueError", (ValueError, "x"), (int,), 5, (None,)])
+def test_kinds_of_errors_are_exception_types(field, value):
     with pytest.raises(ConfigError, match=f"{field} takes exception types"):
         DeadLetterPolicy(**{field: value})
 

@@ -102,7 +102,9 @@ class DeadLetterPolicy:
     ``max_crashes`` bounds, among these attempts, the deliveries that ended with their worker: the lease ran out, as of a
     process that was killed or lost the store. A message that has used them up is not handled again: it may be what kills.
     ``include``: exception types (subclasses count) that dead-letter at once. ``exclude``: types that are retried for ever.
-    Where an error matches both, ``include`` wins: it is the narrower promise to an operator. Neither touches a fault of
+    Where an error matches both, ``include`` wins: it is the narrower promise to an operator. ``retry_on``: the types that are
+    tried again at all, so that any other error is dead at once; None: all types. An attempt that was cut short counts by its
+    error as well (:class:`HandlerTimeoutError`, :class:`HandlerStalledError`). None of them touches a fault of
     configuration: a :class:`ConfigError`, :class:`InvalidParameterError` or :class:`ReplyNotAvailableError` out of what the
     handler calls, or of its reply, is dead at once; so is a :class:`ResultTooLargeError`. A body that does not fit the
     handler's type is no error of the handler's: it is tried ``max_attempts`` times, as another worker may understand it.
@@ -115,6 +117,7 @@ class DeadLetterPolicy:
     include: tuple[type[BaseException], ...] = ()
     exclude: tuple[type[BaseException], ...] = ()
     keep: Seconds | str | None = None
+    retry_on: tuple[type[BaseException], ...] | None = None
 
     def __post_init__(self) -> None:
         if self.keep is not None and not self.kept_for:
@@ -125,7 +128,7 @@ class DeadLetterPolicy:
             most = getattr(self, name)
             if not is_whole(most, 1):
                 raise ConfigError(f"DeadLetterPolicy: {name} must be a whole number from 1, not {most!r}")
-        for name in ("include", "exclude"):
+        for name in ("include", "exclude", *(() if self.retry_on is None else ("retry_on",))):
             kinds = getattr(self, name)
             kinds = tuple(kinds) if isinstance(kinds, Iterable) and not isinstance(kinds, type) else (kinds,)
             if not all(isinstance(kind, type) and issubclass(kind, BaseException) for kind in kinds):
@@ -143,6 +146,8 @@ class DeadLetterPolicy:
             return True
         if isinstance(error, self.exclude):
             return False
+        if self.retry_on is not None and not isinstance(error, self.retry_on):
+            return True
         return attempt >= self.max_attempts
 
 

@@ -94,6 +94,8 @@ def test_retry_is_an_instruction_and_no_kind_of_error():
     """``include=(Exception,)`` means errors; and an excluded one that charges would run out of attempts unrun."""
     assert decide(Retry(delay=1), include=(Exception,)).outcome is Outcome.RETRIED
     assert decide(Retry(delay=1), attempt=20, exclude=(Exception,)).outcome is Outcome.DEAD_LETTERED
+    assert decide(Retry(delay=1), retry_on=(OSError,)).outcome is Outcome.RETRIED
+    assert decide(ValueError(), retry_on=(OSError,)).outcome is Outcome.DEAD_LETTERED
 
 
 @pytest.mark.parametrize("kind", [ConfigError, InvalidParameterError, ReplyNotAvailableError])
