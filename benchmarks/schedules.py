@@ -131,8 +131,9 @@ def measure(kind: str, url: str) -> list[Row]:
 
 
 def main() -> None:
+    servers = benchmark("many_mailboxes").KINDS
     for kind in chosen(words(), STORES):
-        with benchmark("many_mailboxes").KINDS[kind]() as url:
+        with servers[kind]() as url:
             if url is not None:
                 report(*measure(kind, url))
 

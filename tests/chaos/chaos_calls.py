@@ -1,8 +1,8 @@
 """The judgement of schedules and limits: which ticks have no call or several, and where a limit was exceeded. Pure functions.
 
 Of a run it is only known when its handler began and ended. So a message counts as in flight from the begin of its handler to
-the handler's end, and not beyond the lease with which it was claimed. It is in flight for longer, so what is found here was so
-in the store as well. The call of a worker that was killed counts until its lease ends.
+the handler's end, or the commit of its transaction, and not beyond the lease with which it was claimed. It is in flight for
+longer, so what is found here was so in the store as well. The call of a worker that was killed counts until its lease ends.
 """
 
 from __future__ import annotations
@@ -119,10 +119,10 @@ def _of(task: Limited, runs: Iterable[Run]) -> list[Run]:
 
 def held_during(run: Run, life: Life, lease: float) -> tuple[float, float] | None:
     """From when until when a run surely held its message; None: that is not known of any time."""
-    if run.leased is None or (run.ended is None and life.killed is None):
+    ends = [end for end in (run.committing, run.ended) if end is not None]
+    if run.leased is None or not (ends or life.killed is not None):
         return None
-    leased_until = run.leased + lease - TOLERANCE
-    until = leased_until if run.ended is None else min(run.ended, leased_until)
+    until = min([run.leased + lease - TOLERANCE, *ends])
     return (run.begun, until) if run.begun < until else None
 
 

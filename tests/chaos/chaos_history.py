@@ -84,6 +84,8 @@ def runs_of(process: str, lines: Iterable[dict[str, Any]]) -> list[Run]:
             case "effect" | "ticked":
                 run = runs[line["run"]]
                 run.effect, run.committed = line["at"], line.get("committed", False)
+            case "committing":
+                runs[line["run"]].committing = line["at"]
             case "ended":
                 runs[line["run"]].ended, runs[line["run"]].how = line["at"], line["how"]
             case "outcome":

@@ -42,6 +42,8 @@ class Run:
     effect: float | None = None
     committed: bool = False
     """Whether its effect was in a transaction of the mailbox."""
+    committing: float | None = None
+    """From when its transaction, and the acknowledgement in it, may have been committed."""
     ended: float | None = None
     how: str | None = None
     """``done``, ``cancelled`` or ``failed: …``, of the handler."""

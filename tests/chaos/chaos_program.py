@@ -113,6 +113,7 @@ class Handler:
             async with ctx.transaction() as connection:
                 await connection.execute(f"INSERT INTO {self._table} VALUES (%s, %s)", (ctx.request_id, ctx.run_id))
                 await anyio.sleep(job.takes / 2)
+                self._journal.note("committing", run=run)
             self._journal.note("effect", run=run, committed=True)
 
 

@@ -115,6 +115,15 @@ def test_a_call_counts_until_its_handler_ends():
     assert broken(*calls(Limited.ORDER, 2, apart=0.1, lasts=0.11)) == ["limit"]
 
 
+def test_a_call_in_a_transaction_counts_until_that_may_be_committed():
+    first, second = calls(Limited.ORDER, 2, apart=0.1, lasts=0.11)
+    assert broken(replace(first, committing=10.1), second) == []
+    assert broken(replace(first, committing=10.101), second) == ["limit"]
+    cut_short = {"effect": None, "ended": None, "how": None, "settled": None, "outcome": None, "process": "worker-1-1"}
+    killed = Life("worker-1-1", 0.0, 0.5, killed=10.2, ended=10.2, status=-9)
+    assert broken(replace(first, committing=10.1, **cut_short), second, lives=[killed]) == []
+
+
 def test_a_call_of_a_killed_worker_counts_until_its_lease_ends():
     first, second = calls(Limited.ORDER, 2, apart=1.5)
     first = replace(first, process="worker-1-1", effect=None, ended=None, how=None, settled=None, outcome=None)

@@ -24,15 +24,17 @@ def begun(at, run, receipt="r"):
 def test_a_run_is_put_together():
     lines = [
         begun(1.0, 1),
+        {"what": "committing", "at": 1.5, "run": 1},
         {"what": "effect", "at": 2.0, "run": 1, "committed": True},
         {"what": "ended", "at": 3.0, "run": 1, "how": "done"},
         {"what": "outcome", "at": 4.0, "receipt": "r", "outcome": "acknowledged"},
     ]
     (run,) = runs_of("worker", lines)
     assert (run.message, run.receipt, run.process) == ("a", "r", "worker")
-    assert (run.leased, run.begun, run.effect, run.ended, run.settled) == (0.9, 1.0, 2.0, 3.0, 4.0)
+    assert (run.leased, run.begun, run.committing, run.effect) == (0.9, 1.0, 1.5, 2.0)
+    assert (run.ended, run.settled) == (3.0, 4.0)
     assert (run.how, run.outcome, run.hand, run.committed) == ("done", "acknowledged", 3, True)
-    (cut_short,) = runs_of("worker", lines[:2])
+    (cut_short,) = runs_of("worker", lines[:3])
     assert (cut_short.ended, cut_short.how, cut_short.settled, cut_short.outcome) == (None, None, None, None)
 
 

@@ -80,6 +80,41 @@ async def test_of_several_workers_one_sends_a_tick(store):
     assert {name for name, _ in ticks} == {"s0", "s1", "s2"}
 
 
+@pytest.mark.own_time(2)
+@virtually
+async def test_one_worker_of_a_fleet_writes_the_ticks_of_a_schedule_until_it_ends():
+    notes, scopes, stores = [], [], []
+
+    async def live(number):
+        program = Program(notes=notes, backend=partial(Distant, seconds=0.005, seed=number))
+        stores.append(program.tasks.mailbox.backend)
+        scopes.append(anyio.CancelScope())
+        with scopes[-1]:
+            await program.run(HOUR)
+
+    async def writes_in(seconds):
+        for store in stores:
+            store.calls.clear()
+        await anyio.sleep(seconds)
+        return [store.calls.count("write") for store in stores]
+
+    async with InMemoryMailbox.from_url("memory://jobs"), anyio.create_task_group() as group:
+        for number in range(3):
+            group.start_soon(live, number)
+        maker = Program()
+        async with maker.tasks:
+            await maker.tasks.schedules.add(Schedule("often", maker.note, every=10))
+        await anyio.sleep(55)
+        written = await writes_in(100)
+        assert sorted(written) == [0, 0, 10]
+        scopes[written.index(10)].cancel()
+        await anyio.sleep(20)
+        assert sorted(await writes_in(100)) == [0, 0, 10]
+        group.cancel_scope.cancel()
+    assert [tick for _, tick, _ in notes] == [10.0 * number for number in range(1, 28)]
+    assert max(began - tick for _, tick, began in notes) < 0.1
+
+
 # -------------------------------------------------------------------------------------------------------- when it ticks
 
 

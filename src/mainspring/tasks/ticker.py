@@ -3,7 +3,8 @@
 There is no leader. Each loop of a ``Tasks`` has a ticker, which ends as soon as the loop takes no more work. It knows when
 each schedule ticks next, and sleeps until the first of these times. What it knows is a hint only: it reads the records of what
 is due, decides by them, and sends by a write on the condition that the record is still the one it has read (``schedules``).
-Where another worker was first, the write is refused, and it reads anew.
+Where another worker was first, the write is refused, and it reads anew. It then leaves the next tick of this schedule to that
+worker for a moment. So one worker of the fleet writes, and the others read that it has.
 
 About once a second it asks for the schedules that were changed, unless the store tells of them. If it declares some, it states
 their definitions as it starts, and says every 30 seconds that they are in use. While the store does not answer, it tries again
@@ -53,6 +54,8 @@ MOST = 100
 """How many schedules are read at once when they are due."""
 AT_ONCE = 16
 """How many of them are sent at once."""
+YIELD = 0.02
+"""Seconds for which a tick is left to the worker that has sent the tick before it."""
 EARLY = 0.001
 """Seconds by which a timer may ring early."""
 
@@ -71,6 +74,8 @@ class Ticker:
         self._next: dict[str, float] = {}
         """When to read the record of a schedule next."""
         self._queue: list[tuple[float, str]] = []  # a heap; an entry counts while it is in _next
+        self._yielded: set[str] = set()
+        """The schedules whose last tick another worker has sent."""
         self._foreign: dict[str, str] = {}
         """What it declares and another set of definitions states otherwise: the digest of that set, by name."""
         self._seen = 0
@@ -181,6 +186,7 @@ class Ticker:
         for name in {*names} - {each.name for each in found}:
             self._next.pop(name, None)
             self._foreign.pop(name, None)
+            self._yielded.discard(name)
         for each in found:
             self._know(each)
 
@@ -199,7 +205,7 @@ class Ticker:
                 )
             return
         assert state.next_at is not None
-        self._look_again(name, state.next_at)
+        self._look_again(name, state.next_at + (YIELD if name in self._yielded else 0.0))
 
     def _look_again(self, name: str, when: float) -> None:
         if self._next.get(name) != when:
@@ -253,6 +259,8 @@ class Ticker:
             return
         try:
             found = await self._records.find(names)
+            now = self._wall() + EARLY
+            self._yielded.update(each.name for each in found if each.state.next_at is None or each.state.next_at > now)
             self._refresh(names, found)
             random.rng().shuffle(found)  # workers with the same list do not all begin with the same schedule
             for start in range(0, len(found), AT_ONCE):
@@ -313,6 +321,7 @@ class Ticker:
         if not sent:  # another worker was first
             self._look_again(name, now)
             return
+        self._yielded.discard(name)
         if ticks.missed:
             self._missed.append(name)
         if ticks.next_at is None:
