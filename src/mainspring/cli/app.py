@@ -201,6 +201,55 @@ def send(
     )
 
 
+@app.command("call", epilog="""Example: `mainspring call app:tasks email to=ann@example.org --wait 30s`""")
+def call_(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[MODULE:ATTR] TASK [ARGUMENT]...",
+            help="A Tasks (without one: that of MAINSPRING_URL), one of its tasks, and NAME=VALUE each, or one JSON object."
+            " A VALUE is JSON, or else a text.",
+        ),
+    ] = None,
+    key: Annotated[str | None, typer.Option(help="The key of the call, instead of what the task says.")] = None,
+    delay: Annotated[
+        float | None,
+        typer.Option(
+            metavar="TIME", parser=seconds, help="Begin it after this time: 60s, 5m, 1h or a number of seconds."
+        ),
+    ] = None,
+    at: Annotated[
+        datetime | None,
+        typer.Option(
+            metavar="DATE", parser=instant, help="Begin it at this date and time with a time zone (ISO 8601)."
+        ),
+    ] = None,
+    priority: Annotated[int | None, typer.Option(help="Higher is begun sooner.")] = None,
+    unique: Annotated[
+        bool | None,
+        typer.Option("--unique", help="Send none while a call with its key, or its arguments, is unfinished."),
+    ] = None,
+    expires_in: Annotated[
+        float | None, typer.Option(metavar="TIME", parser=seconds, help="Begin it within this time or not at all.")
+    ] = None,
+    wait: Annotated[
+        float | None, typer.Option(metavar="TIME", parser=seconds, help="Wait so long for the result, and print that.")
+    ] = None,
+    as_json: _Json = False,
+) -> int:
+    """Send a call of a task, and print the id of its job once it is stored, or, with --wait, its result as JSON.
+
+    The arguments are checked by the types of the function, as `task.send` does; nothing is sent if one does not fit. Status 1
+    where the call fails, or is not done within the time of --wait; it goes on then.
+    """
+    from mainspring.cli.call import call_task
+
+    return call_task(
+        words or [], wait=wait, as_json=as_json, key=key, delay=delay, at=at, priority=priority, unique=unique,
+        expires_in=expires_in,
+    )  # fmt: skip
+
+
 _Words = Annotated[
     list[str] | None,
     typer.Argument(

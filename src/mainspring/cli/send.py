@@ -96,7 +96,7 @@ def parse_arguments(arguments: Sequence[str]) -> list[Any]:
     bodies = []
     for number, text in enumerate(arguments, 1):
         try:
-            bodies.append(_parse(text))
+            bodies.append(parse_json(text))
         except ValueError as error:
             raise UserError(
                 f"body {number} is no JSON ({error}); nothing was sent. A string needs its own quotes: '\"text\"'"
@@ -114,7 +114,7 @@ def read_bodies(lines: IO[bytes], name: str) -> tuple[Iterator[Any], int]:
         if not line.strip():
             continue
         try:
-            _parse(line)
+            parse_json(line)
         except ValueError as error:
             document = _whole_document(lines)
             if document is not None:
@@ -134,12 +134,12 @@ def _whole_document(lines: IO[bytes]) -> list[Any] | None:
     lines.seek(0)
     text = lines.read(_WHOLE_DOCUMENT + 1)
     try:
-        return [_parse(text)] if len(text) <= _WHOLE_DOCUMENT else None
+        return [parse_json(text)] if len(text) <= _WHOLE_DOCUMENT else None
     except ValueError:
         return None
 
 
-def _parse(text: str | bytes) -> Any:
+def parse_json(text: str | bytes) -> Any:
     """Return ``text`` as JSON. Raise :class:`ValueError` if it is none, or if a mailbox could not keep it."""
     try:
         value = json.loads(text, parse_constant=_no_constant, parse_float=_finite)

@@ -37,6 +37,12 @@ def mailbox_and_ids(words: Sequence[str]) -> tuple[Mailbox[Any, Any], list[str]]
 
     :raises UserError: none is named, or it is none that processes share.
     """
+    target, given = target_and_words(words)
+    return _mailbox_of(target), given
+
+
+def target_and_words(words: Sequence[str]) -> tuple[str, list[str]]:
+    """Return what names the mailbox in a command's words, or in the environment, and the words behind it."""
     given = list(words)
     target = given.pop(0) if given and ":" in given[0] else os.environ.get(ENVIRONMENT, "")
     if not target:
@@ -44,7 +50,7 @@ def mailbox_and_ids(words: Sequence[str]) -> tuple[Mailbox[Any, Any], list[str]]
             "name a mailbox: its URL, as sqlite:///jobs.db?name=jobs, or MODULE:ATTR of a Tasks, as app:tasks; or set"
             f" {ENVIRONMENT}"
         )
-    return _mailbox_of(target), given
+    return target, given
 
 
 def mailbox_alone(words: Sequence[str], verb: str) -> Mailbox[Any, Any]:

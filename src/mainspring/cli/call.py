@@ -1,0 +1,111 @@
+"""``mainspring call``: one call of a task, checked as ``task.send`` checks it."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import typer
+
+from mainspring.cli.send import parse_json
+from mainspring.cli.store import open_shared, printable, target_and_words
+from mainspring.cli.target import load_attribute
+from mainspring.cli.user_errors import UserError, say
+from mainspring.errors import SerializationError
+from mainspring.mailbox.jobs import outcome_of
+from mainspring.tasks.tasks import Tasks
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mainspring.tasks.task import Task
+
+KEPT = 3_600.0
+"""Seconds for which the result of a call is kept that is waited for, where its task does not say."""
+
+
+def call_task(words: Sequence[str], *, wait: float | None, as_json: bool, **options: Any) -> int:
+    """Send the call, and print the id of its job, or, with ``wait``, its result.
+
+    :param options: those of :meth:`Task.options`; None: what the task says.
+    """
+    tasks, rest = _tasks_and_words(words)
+    if not rest:
+        raise UserError(f"call: name a task behind the tasks: {_names_of(tasks)}")
+    task = tasks.registered.get(rest[0])
+    if task is None:
+        raise UserError(f"call: there is no task {rest[0]!r:.100}; there are: {_names_of(tasks)}")
+    arguments = _arguments(task, rest[1:])
+    if wait is not None and not task.sending.result_ttl:
+        options["result_ttl"] = KEPT
+    done = anyio.run(_call, task.options(**options), arguments, wait)
+    if as_json:
+        typer.echo(json.dumps({"mailbox": tasks.mailbox.name, "task": task.name, **done}))
+    else:
+        typer.echo(printable(json.dumps(done["result"], ensure_ascii=False)) if wait is not None else done["id"])
+    return 0
+
+
+async def _call(task: Task[..., Any], arguments: dict[str, Any], wait: float | None) -> dict[str, Any]:
+    async with task.tasks:
+        job = await task.send(**arguments)
+        if not job.new:
+            say(f"nothing was sent: job {job.id} has the same key and is not finished")
+        done: dict[str, Any] = {"id": job.id, "new": job.new}
+        if wait is not None:
+            say(f"waiting for job {job.id}")
+            _, raw = await outcome_of(task.tasks.mailbox, job.id, wait)
+            done["result"] = None if raw is None else json.loads(raw)
+        return done
+
+
+def _tasks_and_words(words: Sequence[str]) -> tuple[Tasks, list[str]]:
+    target, rest = target_and_words(words)
+    if "://" in target or target.startswith("memory:"):
+        raise UserError(
+            "call: name the Tasks as MODULE:ATTR, as app:tasks: it says which arguments a task takes, and a URL does not"
+        )
+    tasks = load_attribute(target)
+    if not isinstance(tasks, Tasks):
+        raise UserError(f"{target} is an object of type {type(tasks).__name__}; name a Tasks")
+    if tasks.mailbox.address.startswith("memory:"):
+        open_shared(tasks.mailbox.address)  # says why no worker would receive it
+    tasks.import_modules()
+    return tasks, rest
+
+
+def _names_of(tasks: Tasks) -> str:
+    return ", ".join(sorted(tasks.registered)) or "none; register one with @tasks.task"
+
+
+def _arguments(task: Task[..., Any], given: Sequence[str]) -> dict[str, Any]:
+    """Return the arguments of a call, of the types of the function: of one JSON object, or of ``NAME=VALUE`` each."""
+    if len(given) == 1 and given[0].lstrip().startswith("{"):
+        try:
+            arguments = parse_json(given[0])
+        except ValueError as error:
+            raise UserError(f"call: {given[0]!r:.100} is no JSON: {error}") from None
+    else:
+        arguments = {}
+        for text in given:
+            name, equals, value = text.partition("=")
+            if not equals or name in arguments:
+                raise UserError(
+                    f"call: {text!r:.100} is no argument of its own; give NAME=VALUE for each, or one JSON object"
+                )
+            arguments[name] = _value(value)
+    task.parameters.check_names(arguments)
+    try:
+        return dict(task.parameters.codec.decode(json.dumps(arguments).encode()))
+    except SerializationError as error:
+        why = str(error).rpartition(f"does not fit task {task.name}: ")[2]
+        quotes = "; a text that reads as JSON takes quotes of its own: NAME='\"5\"'" if "valid string" in why else ""
+        raise UserError(f"call: task {task.name}: {why}{quotes}") from None
+
+
+def _value(text: str) -> Any:
+    try:
+        return parse_json(text)
+    except ValueError:
+        return text
