@@ -64,6 +64,7 @@ async def test_each_page_goes_along_an_index(connections, mailbox):
 async def test_a_page_looks_at_so_many_messages_and_no_more(mailbox):
     """Where other messages of the task are in another place, or were sent before, there are pages without messages."""
     await send(mailbox, *range(2 * LOOK_AT), delay=1_000)
+    await send(mailbox, *range(2 * LOOK_AT), task="u")
     await send(mailbox, "pending")
     found = await pages(mailbox, MessageQuery(MessagePlace.PENDING, 10, task="t"))
     assert found == [[], [], ["pending"]]
