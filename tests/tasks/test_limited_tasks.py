@@ -13,6 +13,8 @@ from schedule_support import virtually
 from task_support import group_of, until_done
 
 from mainspring import (
+    Backend,
+    Capabilities,
     Context,
     InMemoryMailbox,
     LoopGroup,
@@ -289,8 +291,7 @@ async def test_calls_without_limits_have_none_and_run(store):
     async with group_of(tasks):
         await work.send("a", "b", seconds=0)
         await until_done(tasks.mailbox)
-        if tasks.mailbox.capabilities.limits:
-            assert await tasks.mailbox.backend.limits() == []
+        assert await tasks.mailbox.limits() == []
     assert runs.order == ["a"]
 
 
@@ -555,11 +556,37 @@ def test_a_mailbox_that_keeps_no_limits_is_named_with_those_that_do(options):
     (option, *_) = options
     with pytest.raises(ConfigError, match=rf"task work: {option} needs .*Capabilities.limits, as memory://, sqlite://"):
         limited(tasks, Runs(), **options)
-    with pytest.raises(ConfigError, match=r"Tasks: max_concurrency needs a mailbox with Capabilities.limits"):
-        Tasks("nats://localhost?name=jobs", max_concurrency=1)
     work = limited(tasks, Runs(), key="key")
     with pytest.raises(ConfigError, match=r"task work: weight needs a mailbox with Capabilities.limits"):
         work.options(weight=2)
+
+
+@virtually
+async def test_a_mailbox_without_pauses_and_a_concurrency_names_those_with_them():
+    class Plain(WrappedBackend):
+        capabilities = Capabilities()
+
+        async def change_limits(self, changes):
+            await Backend.change_limits(self, changes)
+
+    mailbox = wrap(InMemoryMailbox("plain"), Plain)
+    with pytest.raises(
+        ConfigError, match=r"Tasks: max_concurrency needs a mailbox with Capabilities.concurrency, as .*nats://"
+    ):
+        Tasks(mailbox, max_concurrency=1)
+    async with mailbox:
+        with pytest.raises(
+            ConfigError, match=r"^mailbox 'plain' cannot be paused \(Capabilities.pause\); memory://, .* can$"
+        ):
+            await mailbox.pause()
+        with pytest.raises(
+            ConfigError, match=r"'plain' cannot have a concurrency \(Capabilities.concurrency\); memory://, "
+        ):
+            await mailbox.set_concurrency(2)
+        with pytest.raises(
+            ConfigError, match=r"'plain' keeps no limits or pauses of single tasks \(Capabilities.limits\); "
+        ):
+            await mailbox.pause("work")
 
 
 @virtually

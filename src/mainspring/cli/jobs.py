@@ -38,7 +38,7 @@ def show_stats(words: Sequence[str], as_json: bool) -> int:
     mailbox = mailbox_alone(words, "stats")
 
     async def look(opened: Mailbox[Any, Any]) -> tuple[Counts, list[LimitState]]:
-        return await opened.counts(), await opened.limits() if opened.capabilities.limits else []
+        return await opened.counts(), await opened.limits()
 
     counts, limits = with_mailbox(mailbox, look)
     if as_json:

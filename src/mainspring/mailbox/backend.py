@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, TypeVar
 
 from mainspring.errors import ConfigError, InvalidParameterError
+from mainspring.mailbox.limiters import ALL_TASKS
 from mainspring.mailbox.limits import check_name, no_transactions
 from mainspring.mailbox.message import ACK
 
@@ -101,14 +102,32 @@ class Capabilities:
     edit: bool = False
     """The body of a delayed or pending message can be replaced by its id."""
     limits: bool = False
-    """Tasks can have limits across the fleet (rates, concurrency, order of a key), keys take turns, and a mailbox or a task can
-    be paused for all its workers."""
+    """Tasks can have limits across the fleet (rates, concurrency, order of a key) and be paused for all workers, and keys take
+    turns."""
+    pause: bool = False
+    """The mailbox can be paused for all its workers."""
+    concurrency: bool = False
+    """The messages of the mailbox that are in flight at once can be bounded across the fleet."""
     queue_age: bool = False
     """``counts()`` tells how long the oldest pending message has waited (:attr:`Counts.queue_age`)."""
     lease_granularity: float = 0.0
     """Seconds by which the store may round a lease."""
     async_backends: frozenset[str] = frozenset({"asyncio", "trio"})
     """The event loops that the backend's driver runs on."""
+
+
+def check_changes(name: str, capabilities: Capabilities, changes: Sequence[LimitChange]) -> None:
+    """Raise :class:`ConfigError` for a change of limits that a backend cannot make, with the backends that can."""
+    for change in changes:
+        if change.task != ALL_TASKS:
+            if not capabilities.limits:
+                raise ConfigError(
+                    f"mailbox {name!r} keeps no limits or pauses of single tasks (Capabilities.limits); {LIMITED} do"
+                )
+        elif change.paused is not None and not capabilities.pause:
+            raise ConfigError(f"mailbox {name!r} cannot be paused (Capabilities.pause); {SHARED} can")
+        elif change.paused is None and not capabilities.concurrency:
+            raise ConfigError(f"mailbox {name!r} cannot have a concurrency (Capabilities.concurrency); {SHARED} can")
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,9 +411,9 @@ class Backend(ABC):
         Wider limits let messages become ready, and wake waiting claims. :mod:`mainspring.mailbox.limiters` says what limits
         mean. A change that leaves the limits as they were costs no write.
 
-        :raises ConfigError: the backend cannot (:attr:`Capabilities.limits`).
+        :raises ConfigError: the backend cannot; see :func:`check_changes`.
         """
-        raise ConfigError(f"mailbox {self.name!r} keeps no limits (Capabilities.limits); {LIMITED} do")
+        check_changes(self.name, self.capabilities, changes)
 
     async def set_task(self, delivery: ClaimedMessage, task: str) -> bool:
         """Let a message in flight belong to ``task``, if that has limits and the message belongs to another; True if it did so.
@@ -409,9 +428,9 @@ class Backend(ABC):
     async def limits(self) -> list[LimitState]:
         """Return the tasks that have limits, are paused or have a changed concurrency, in the order of their names.
 
-        :raises ConfigError: the backend cannot (:attr:`Capabilities.limits`).
+        A backend that keeps no limits returns none.
         """
-        raise ConfigError(f"mailbox {self.name!r} keeps no limits (Capabilities.limits); {LIMITED} do")
+        return []
 
     # -------------------------------------------------------------------------------------------------------- records
 

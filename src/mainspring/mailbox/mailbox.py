@@ -688,7 +688,7 @@ class Mailbox(MailboxLifeCycle, Generic[T, R]):
         for workers that start later. Cancelled, it may have taken place.
 
         :raises InvalidParameterError: ``task`` can be the name of no task.
-        :raises ConfigError: the mailbox cannot (:attr:`Capabilities.limits`).
+        :raises ConfigError: the mailbox cannot (:attr:`Capabilities.pause`; with ``task`` :attr:`Capabilities.limits`).
         """
         await self._change_limits("pause", task, paused=True)
 
@@ -704,7 +704,7 @@ class Mailbox(MailboxLifeCycle, Generic[T, R]):
 
         :raises InvalidParameterError: ``most`` is below 1 (to let none begin, :meth:`pause`) or above a billion, or ``task``
             can be the name of no task.
-        :raises ConfigError: the mailbox cannot (:attr:`Capabilities.limits`).
+        :raises ConfigError: the mailbox cannot (:attr:`Capabilities.concurrency`; with ``task`` :attr:`Capabilities.limits`).
         """
         if most is not None and not (is_whole(most, 1) and most <= MAX_LIMIT):
             raise InvalidParameterError(
@@ -726,8 +726,6 @@ class Mailbox(MailboxLifeCycle, Generic[T, R]):
         """Return the limits, the pauses and the changed concurrency of tasks, in the order of their names.
 
         The task ``""`` is the whole mailbox. Tasks without any limit are left out.
-
-        :raises ConfigError: the mailbox keeps none (:attr:`Capabilities.limits`).
         """
         self.check_open()
         return await self.backend.limits()

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from mainspring.errors import ConfigError
+from mainspring.mailbox.backend import LIMITED, SHARED
 from mainspring.mailbox.limiters import ALL_TASKS, Blocks, LimitChange, TaskLimits
 from mainspring.policies import Rate
 from mainspring.validation import MAX_LIMIT, is_whole, shown
@@ -86,12 +87,15 @@ def check_concurrency(what: str, concurrency: Any) -> None:
 
 
 def check_limited(what: str, mailbox: Mailbox[Any, Any]) -> None:
-    """Raise :class:`ConfigError` if the mailbox keeps no limits."""
+    """Raise :class:`ConfigError` if the mailbox keeps no limits of tasks."""
     if not mailbox.capabilities.limits:
-        raise ConfigError(
-            f"{what} needs a mailbox with Capabilities.limits, as memory://, sqlite://, redis:// and postgresql:// ones have"
-            f" it, not {mailbox!r}"
-        )
+        raise ConfigError(f"{what} needs a mailbox with Capabilities.limits, as {LIMITED} have it, not {mailbox!r}")
+
+
+def check_bounded(what: str, mailbox: Mailbox[Any, Any]) -> None:
+    """Raise :class:`ConfigError` if the mailbox has no concurrency across the fleet."""
+    if not mailbox.capabilities.concurrency:
+        raise ConfigError(f"{what} needs a mailbox with Capabilities.concurrency, as {SHARED} have it, not {mailbox!r}")
 
 
 def _rate(what: str, rate: Any) -> Rate | None:
@@ -110,7 +114,7 @@ async def declare(tasks: Tasks) -> None:
     :raises MailboxConnectionError: the store cannot be reached.
     """
     backend, opening = tasks.mailbox.backend, tasks.mailbox.opening
-    if not backend.capabilities.limits or (opening is not None and tasks.declared_in is opening):
+    if opening is not None and tasks.declared_in is opening:
         return
     tasks.mailbox.check_open()
     stored = {state.task: state.limits for state in await backend.limits()}

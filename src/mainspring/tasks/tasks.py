@@ -19,7 +19,7 @@ from mainspring.tasks.batches import check_batch
 from mainspring.tasks.calls import CallCodec, Parameters
 from mainspring.tasks.job import Job
 from mainspring.tasks.keys import check_key, check_weight
-from mainspring.tasks.limits import LimitOptions, check_concurrency, check_limited
+from mainspring.tasks.limits import LimitOptions, check_bounded, check_concurrency
 from mainspring.tasks.runs import TaskHandlers
 from mainspring.tasks.task import BATCH_WAIT, SendOptions, Task, TaskOptions
 from mainspring.tasks.unique import Debounce
@@ -140,7 +140,7 @@ class Tasks:
             raise ConfigError(f"Tasks: give a mailbox URL or a Mailbox (see open_mailbox), not {mailbox!r}")
         check_concurrency("Tasks: max_concurrency", max_concurrency)
         if max_concurrency is not None:
-            check_limited("Tasks: max_concurrency", mailbox)
+            check_bounded("Tasks: max_concurrency", mailbox)
         self.max_concurrency = max_concurrency
         mailbox.bind(body=CallCodec(self.registered))
         self.mailbox: Mailbox[Any, Any] = mailbox

@@ -11,8 +11,7 @@ import pytest
 
 pytest.importorskip("nats", reason="the extra 'nats' is not installed")
 
-from mainspring.errors import ConfigError, ReceiptHandleExpiredError, SerializationError
-from mainspring.mailbox.limiters import LimitChange
+from mainspring.errors import ReceiptHandleExpiredError, SerializationError
 from mainspring.mailbox.message import Counts, MessagePlace, MessageQuery, RescheduleOutcome
 from mainspring.mailbox.nats.listing import LOOK_AT_MOST, WIDEST
 from mainspring.mailbox.nats.messages import MARK
@@ -125,15 +124,6 @@ async def test_a_message_whose_lease_has_ended_is_listed_as_it_is_found(here):
         assert await bodies(box, MessageQuery(IN_FLIGHT, 1)) == ["held"]
         assert await bodies(other, MessageQuery(PENDING, 1)) == ["waits"]
         assert await bodies(other, MessageQuery(IN_FLIGHT, 1)) == ["over", "held"]
-
-
-async def test_limits_are_refused_with_the_backends_that_keep_them(here):
-    async with here.box() as box:
-        for call in (box.backend.limits(), box.backend.change_limits([LimitChange("t", paused=True)])):
-            with pytest.raises(
-                ConfigError, match=r"^mailbox \S+ keeps no limits .*redis:// and postgresql:// mailboxes do$"
-            ):
-                await call
 
 
 # -------------------------------------------------------------------------------------------------------------- changes

@@ -29,6 +29,7 @@ class Server:
         self.away = 0
         self.numberless = 0
         self.requests = 0
+        self.looks_at_limits = 0
         self.names, self.lock, self.connection = NAMES, ReadWriteLock(), self
         self.made = set(NAMES.streams)
 
@@ -87,10 +88,16 @@ class Server:
     async def check_identity(self) -> None:
         pass
 
+    async def read(self) -> None:
+        self.looks_at_limits += 1
+
+    async def enforce(self, consumer: dict[str, object]) -> None:
+        pass
+
 
 def recovery(server: Server) -> Recovery:
     records = SimpleNamespace(tend=anyio.lowlevel.checkpoint)
-    return Recovery(server, SimpleNamespace(after_lost_lease=lambda record: record), records)
+    return Recovery(server, SimpleNamespace(after_lost_lease=lambda record: record), records, server)
 
 
 @pytest.mark.anyio
@@ -150,6 +157,20 @@ def test_after_a_reconnection_it_looks_closely_and_then_again_soon():
             await anyio.sleep(3 * nats_recovery.SOON)
             tasks.cancel_scope.cancel()
         assert server.there == {10}
+
+    run_virtual(main)
+
+
+def test_a_change_of_limits_that_was_not_heard_is_found_within_the_time_between_two_checks():
+    async def main() -> None:
+        server = Server(set(), set(), 0)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(recovery(server).run)
+            for looks in (1, 2, 3):
+                await anyio.sleep(1)
+                assert server.looks_at_limits == looks
+                await anyio.sleep(nats_recovery.EVERY - 1)
+            tasks.cancel_scope.cancel()
 
     run_virtual(main)
 

@@ -153,6 +153,8 @@ class MemoryBackend(Backend):
         listing=True,
         edit=True,
         limits=True,
+        pause=True,
+        concurrency=True,
     )
     works_unopened: ClassVar[bool] = True
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anyio
 
@@ -13,14 +14,18 @@ from mainspring.errors import MailboxConnectionError, MailboxError, MailboxFullE
 from mainspring.mailbox.limits import CLOSE_TIMEOUT, lease_over
 from mainspring.mailbox.message import EXPIRED, ClaimedMessage
 from mainspring.mailbox.nats.client import GoneError
-from mainspring.mailbox.nats.connection import MAX_POLL_TIMEOUT, POLL_TIMEOUT, Request
+from mainspring.mailbox.nats.connection import MAX_POLL_TIMEOUT, OVERDUE, POLL_TIMEOUT, Request
 from mainspring.mailbox.nats.messages import StoredMessage, decode, nanoseconds, token_of
-from mainspring.mailbox.nats.names import CONSUMER
+from mainspring.mailbox.nats.names import CONSUMER, UNBOUNDED
 from mainspring.mailbox.nats.streams import Add, Added
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from mainspring.mailbox.limiters import LimitState
     from mainspring.mailbox.nats.client import RawMessage
     from mainspring.mailbox.nats.connection import Puller
+    from mainspring.mailbox.nats.limits import MailboxLimits
     from mainspring.mailbox.nats.streams import Store, Stored
 
 
@@ -95,8 +100,13 @@ MAX_REMOVED = 2_000
 class Claims:
     """The claims and leases of one mailbox object."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, limits: MailboxLimits) -> None:
         self._store = store
+        self._limits = limits
+        limits.changed = self._on_limits
+        self._on_hold = 0
+        self._turn = anyio.Event()
+        """Set when a claim that waits for the end of a pause must look again."""
         self.stopped = False
         """True if the mailbox is being closed."""
         self._now = clock.loop_clock()
@@ -109,8 +119,8 @@ class Claims:
 
     @property
     def waiting(self) -> int:
-        """The number of pull requests that wait for messages of the queue."""
-        return sum(puller.source == self._next for puller in self._store.connection.pullers)
+        """The number of claims that wait: pull requests for messages of the queue, and waits for the end of a pause."""
+        return self._on_hold + sum(puller.source == self._next for puller in self._store.connection.pullers)
 
     @property
     def unconfirmed(self) -> int:
@@ -121,6 +131,21 @@ class Claims:
     def stop(self) -> None:
         """Let waiting claims and later ones return nothing: the mailbox is being closed."""
         self.stopped = True
+        self.wake()
+
+    def wake(self) -> None:
+        """Let claims that wait for the end of a pause look again: it has ended, the mailbox closes, or the server is gone."""
+        turn, self._turn = self._turn, anyio.Event()
+        turn.set()
+
+    def _on_limits(self, before: LimitState) -> None:
+        """Make pulls under way anew where the limits ask for it; what they have brought is put back."""
+        limits = self._limits
+        self.wake()
+        if limits.paused or (limits.is_bounded and before.most is None):
+            for puller in list(self._store.connection.pullers):
+                if puller.source == self._next:
+                    puller.end()
 
     # ------------------------------------------------------------------------------------------------------ claiming
 
@@ -129,6 +154,8 @@ class Claims:
         deadline = self._now() + wait
         more = False
         while True:
+            if self._limits.paused and not await self._resumed(deadline):
+                return []
             lasts = max(
                 deadline - self._now(), CONSUMER_LAG if more else 0.0
             )  # what went to the tail is there in a moment
@@ -138,7 +165,9 @@ class Claims:
                 break
             if self.stopped or (not more and self._now() >= deadline):
                 return []
-        while more and len(found) < limit and visibility:  # those that went to the tail left room
+        while (
+            more and len(found) < limit and visibility and not self._limits.paused
+        ):  # those that went to the tail left room
             with anyio.CancelScope(shield=True, deadline=self._now() + CLOSE_TIMEOUT):
                 try:
                     rest, more = await self._claim_once(limit - len(found), visibility, 0.0)
@@ -147,34 +176,51 @@ class Claims:
                 found += rest
         return found
 
+    async def _resumed(self, deadline: float) -> bool:
+        """Wait for the end of the pause. Return False if the deadline comes first, or the mailbox is closed.
+
+        :raises MailboxConnectionError: the connection is lost.
+        """
+        while self._limits.paused:
+            if self.stopped:
+                return False
+            self._store.connection.check_connected()
+            self._on_hold += 1
+            try:
+                with anyio.move_on_after(max(0.0, deadline - self._now())) as scope:
+                    await self._turn.wait()
+            finally:
+                self._on_hold -= 1
+            if scope.cancelled_caught:
+                return False
+        return True
+
     async def _claim_once(self, limit: int, visibility: float, wait: float) -> tuple[list[ClaimedMessage], bool]:
         """Return the deliveries of one pull, and True if it brought anything else."""
         began = self._now()
-        messages = await (self._poll(limit) if wait < POLL_TIMEOUT else self._pull(limit, wait))
+        if wait < POLL_TIMEOUT:
+            messages = await self._poll(limit)
+        elif self._limits.is_bounded:
+            messages = await self._pull_within_bounds(limit, wait)
+        else:
+            messages = await self._pull(limit, wait)
         if not messages:
+            return [], False
+        if self._limits.paused:  # meanwhile
+            with anyio.CancelScope(shield=True, deadline=self._now() + CLOSE_TIMEOUT):
+                await self._undo_claim(messages, young=0.0)
             return [], False
         with anyio.CancelScope(shield=True, deadline=self._now() + CLOSE_TIMEOUT):
             deliveries = await self._take(messages, visibility, began)
             return deliveries, len(deliveries) < len(messages)
         raise MailboxConnectionError("the NATS server did not answer in time")
 
-    async def _poll(self, limit: int) -> list[RawMessage]:
-        """Return what is available now: what several short pulls bring.
-
-        A busy server may not answer a short pull in time. A short pull that ends before the server gets to it must not receive
-        a message that comes back (see :data:`SHORTEST_PULL`). So a pull without an end is made first if something may come
-        back. If the server says that there is more, longer pulls follow. A cancelled call has claimed nothing.
-        """
+    @asynccontextmanager
+    async def _collecting(self) -> AsyncIterator[list[RawMessage]]:
+        """Collect what several pulls bring. A cancelled block has claimed nothing. An error ends one that has something."""
         found: list[RawMessage] = []
         try:
-            if (await self._store.consumer())["num_ack_pending"]:
-                found += await self._pull(limit, 0.0)
-            lasts = POLL_TIMEOUT
-            while len(found) < limit:
-                found += await self._pull(limit - len(found), lasts)
-                lasts *= 3
-                if lasts > MAX_POLL_TIMEOUT or not (await self._store.consumer())["num_pending"]:
-                    break
+            yield found
         except MailboxError:
             if not found:
                 raise
@@ -182,13 +228,54 @@ class Claims:
             with anyio.CancelScope(shield=True, deadline=self._now() + CLOSE_TIMEOUT / 2):
                 await self._undo_claim(found, young=0.0)
             raise
+
+    async def _poll(self, limit: int) -> list[RawMessage]:
+        """Return what is available now: what several short pulls bring.
+
+        A busy server may not answer a short pull in time. A short pull that ends before the server gets to it must not receive
+        a message that comes back (see :data:`SHORTEST_PULL`). So a pull without an end is made first if something may come
+        back. If the server says that there is more, longer pulls follow.
+        """
+        async with self._collecting() as found:
+            consumer = await self._store.consumer()
+            room = _room(consumer, limit)
+            if not room:  # then the server would not end a pull without an end
+                found.extend(await self._pull(1, MAX_POLL_TIMEOUT))
+            elif consumer["num_ack_pending"]:
+                found.extend(await self._pull(room, 0.0))
+            lasts = POLL_TIMEOUT
+            while len(found) < room:
+                found.extend(await self._pull(room - len(found), lasts))
+                lasts *= 3
+                if lasts > MAX_POLL_TIMEOUT or not (await self._store.consumer())["num_pending"]:
+                    break
         return found
+
+    async def _pull_within_bounds(self, limit: int, wait: float) -> list[RawMessage]:
+        """Return the next messages where the messages in flight at once are bounded.
+
+        A pull for more than there is room for would keep what it brings, and wait for the rest.
+        """
+        async with self._collecting() as found:
+            ready = await self._ready(limit) if limit > 1 else 0
+            if not ready:
+                found.extend(await self._pull(1, wait))
+                ready = await self._ready(limit - 1) if found and limit > 1 else 0
+            if ready:
+                found.extend(await self._pull(ready, 0.0))
+        return found
+
+    async def _ready(self, limit: int) -> int:
+        """Return how many messages, at most ``limit``, the server can deliver now for the first time."""
+        consumer = await self._store.consumer()
+        return min(_room(consumer, limit), int(consumer["num_pending"]))
 
     async def _pull(self, limit: int, lasts: float) -> list[RawMessage]:
         """Return what one pull brings. Without an end (0) the server ends it at once if it has nothing to deliver."""
         await self._store.check_identity()  # what is leased from now on counts if the queue was made anew
+        await self._limits.read_again()
         puller = await self._store.connection.puller()
-        if self.stopped:
+        if self.stopped or self._limits.paused:
             return []
         try:
             return await puller.pull(self._next, limit, lasts, self._undo_pull)
@@ -207,9 +294,11 @@ class Claims:
         empty = probes = 0
         while empty < 2 and probes < _PROBES:
             probes += 1
-            puller = await self._store.connection.puller()
+            puller, began = await self._store.connection.puller(), self._now()
             found = await puller.pull(self._next, 1, 0.0, _leave_leased)
             await self._undo_claim(found, young=YOUNG)
+            if not found and self._now() - began >= OVERDUE:
+                break  # it has waited long enough: as many messages are out as may be
             empty += not found or Arrival.of(found[0]).deliveries == 1  # redeliveries come first
         await self._undo_claim(broken_off.take(), young=0.0)
 
@@ -469,6 +558,12 @@ class Claims:
         for handle in [handle for handle, lease in self._leases.items() if lease.until <= now]:
             del self._leases[handle]
         self._prune_at = 2 * len(self._leases) + _PRUNE
+
+
+def _room(consumer: dict[str, Any], limit: int) -> int:
+    """Return how many messages, at most ``limit``, may still be out with the consumer."""
+    most = int(consumer["config"].get("max_ack_pending", UNBOUNDED))
+    return limit if most == UNBOUNDED else max(0, min(limit, most - int(consumer["num_ack_pending"])))
 
 
 async def _leave_leased(puller: Puller) -> None:

@@ -76,6 +76,7 @@ class NatsConnection:
         self.idle: list[Puller] = []
         self._is_open = False
         self.reconnected: Callable[[], object] = lambda: None
+        self.on_loss: Callable[[], object] = lambda: None
         self.on_silence: Callable[[MailboxConnectionError], object] = lambda error: None
         self._listeners: list[tuple[str, Callable[[RawMessage], object]]] = []
         self._subscriptions: list[Subscription] = []
@@ -200,6 +201,7 @@ class NatsConnection:
         """Fail what is out: the connection is lost."""
         self._is_deaf = False
         self._fail_all(self._lost_error())
+        self.on_loss()
 
     def came_back(self) -> None:
         """Note that the connection was made anew."""
@@ -255,6 +257,10 @@ class NatsConnection:
         if client is None or not client.is_connected:
             raise self._lost_error()
         return client
+
+    def check_connected(self) -> None:
+        """Raise :class:`MailboxConnectionError` if the connection is lost."""
+        _ = self.client
 
     async def _reached(self) -> StrictClient:
         """See :attr:`client`. A caller in a loop without success lets the reconnecting task run."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Never
 from urllib.parse import quote
@@ -12,7 +13,7 @@ import nats  # noqa: F401 - a missing driver is known at once
 from typing_extensions import TypeVar
 
 from mainspring.errors import ConfigError, InvalidParameterError, MailboxConnectionError, MailboxError
-from mainspring.mailbox.backend import TRANSIENT, Backend, Capabilities, MailboxStatistics
+from mainspring.mailbox.backend import TRANSIENT, Backend, Capabilities, MailboxStatistics, check_changes
 from mainspring.mailbox.limits import CLOSE_TIMEOUT, SILENCE, check_real_time
 from mainspring.mailbox.mailbox import Mailbox
 from mainspring.mailbox.message import CancelOutcome
@@ -20,6 +21,7 @@ from mainspring.mailbox.nats import inspection, listing, lookup
 from mainspring.mailbox.nats.claims import Claims
 from mainspring.mailbox.nats.client import check_credentials
 from mainspring.mailbox.nats.connection import NatsConnection
+from mainspring.mailbox.nats.limits import UNLIMITED, MailboxLimits
 from mainspring.mailbox.nats.names import Names, encoded
 from mainspring.mailbox.nats.records import Records
 from mainspring.mailbox.nats.scheduler import DelayScheduler, ExpiryScheduler, Recovery, Scheduler
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     import ssl
     from collections.abc import AsyncIterator, Sequence
 
+    from mainspring.mailbox.limiters import LimitChange, LimitState
     from mainspring.mailbox.message import (
         Cancelled,
         ClaimedMessage,
@@ -143,6 +146,8 @@ class NatsBackend(Backend):
         reschedule=True,
         listing=True,
         edit=True,
+        pause=True,
+        concurrency=True,
         queue_age=True,
         lease_ends_seen=False,
         lease_granularity=0.05,
@@ -207,18 +212,26 @@ class NatsBackend(Backend):
             store.ack_wait = await store.ensure(self._names)
             await connection.listen(store.names.to_cancelled, self._on_cancelled)
             await connection.listen(store.names.to_made, lambda message: store.note(message.data.decode()))
-            claims = Claims(store)
+            sends = Sends(store)
+            records = Records(store, sends)
+            limits = MailboxLimits(store, records)
+            claims = Claims(store, limits)
             await connection.listen(store.names.to_changes, lambda message: claims.note_change(message.data))
+            await connection.listen(store.names.to_limits, limits.hear)
+            if store.names.records in store.made:
+                await limits.read()
+        connection.on_loss = claims.wake
         connection.on_silence = self.notifications.silence.publish
         self._connection = connection
         self._store = store
-        self._sends = Sends(store)
+        self._sends = sends
         self._claims = claims
-        store.replaced = self._claims.forget_leases
-        self._records = Records(store, self._sends)
-        store.finish_writes = self._records.finish
-        self._settlements = Settlements(store, self._claims, self._records)
-        recovery = Recovery(store, self._claims, self._records)
+        self._limits = limits
+        store.replaced = claims.forget_leases
+        self._records = records
+        store.finish_writes = records.finish
+        self._settlements = Settlements(store, claims, records)
+        recovery = Recovery(store, claims, records, limits)
         connection.reconnected = partial(self._reconnected, recovery)
         scope.start_soon(recovery.run, name=f"mailbox {self.name} recovery")
         self._schedulers = []
@@ -352,6 +365,18 @@ class NatsBackend(Backend):
 
     async def list_messages(self, query: MessageQuery) -> MessagePage:
         return await listing.list_messages(self._store, self._claims, query)
+
+    # --------------------------------------------------------------------------------------------------------- limits
+
+    async def change_limits(self, changes: list[LimitChange]) -> None:
+        check_changes(self.name, self.capabilities, changes)
+        await self._limits.change(changes)
+
+    async def limits(self) -> list[LimitState]:
+        state = await self._limits.read()
+        if state == UNLIMITED:
+            return []
+        return [replace(state, running=(await self.counts()).in_flight)]
 
     # -------------------------------------------------------------------------------------------------------- records
 

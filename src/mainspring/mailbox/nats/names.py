@@ -14,6 +14,8 @@ from mainspring.mailbox.nats.messages import nanoseconds
 CONSUMER = "mainspring"
 """The name of the durable consumer of each stream that has one."""
 MAX_NAME = 180
+UNBOUNDED = -1
+"""The ``max_ack_pending`` of a consumer that hands out any number of messages."""
 DELAYED_ACK_WAIT = 2.0
 """Seconds after which a due message goes to another process, if the first one does not move it."""
 _log = Logger("mainspring.mailbox")
@@ -59,6 +61,7 @@ class Names:
     to_records: str
     to_cancelled: str
     to_changes: str
+    to_limits: str
     to_results: str
     to_made: str
     transient: bool
@@ -89,6 +92,7 @@ class Names:
             f"{root}.record.",
             f"{root}.cancelled",
             f"{root}.changes",
+            f"{root}.limits",
             f"{root}.results",
             f"{root}.made",
             short.startswith(encoded(TRANSIENT)),
@@ -133,20 +137,20 @@ class Names:
             {"name": self.records, "subjects": [f"{self.to_records}>"], **kept},
         ]
 
-    def consumers(self, ack_wait: float) -> dict[str, dict[str, Any]]:
-        """Return the configuration of its consumers, by the stream of each."""
+    def consumers(self, ack_wait: float, most: int = UNBOUNDED) -> dict[str, dict[str, Any]]:
+        """Return the configuration of its consumers, by the stream of each. ``most`` messages of the queue may be out."""
         common = {
             "durable_name": CONSUMER,
             "ack_policy": "explicit",
             "deliver_policy": "all",
             "replay_policy": "instant",
             "max_deliver": -1,
-            "max_ack_pending": -1,
+            "max_ack_pending": UNBOUNDED,
             "max_waiting": 2_048,
         }
         timed = {"ack_wait": nanoseconds(DELAYED_ACK_WAIT), **common}
         return {
-            self.queue: {"ack_wait": nanoseconds(ack_wait), **common},
+            self.queue: {"ack_wait": nanoseconds(ack_wait), **common, "max_ack_pending": most},
             self.delayed: timed,
             self.expiries: timed,
         }

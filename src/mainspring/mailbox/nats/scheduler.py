@@ -23,6 +23,7 @@ from mainspring.runtime.retry import Retries
 if TYPE_CHECKING:
     from mainspring.mailbox.nats.claims import Claims
     from mainspring.mailbox.nats.connection import Puller
+    from mainspring.mailbox.nats.limits import MailboxLimits
     from mainspring.mailbox.nats.messages import StoredMessage
     from mainspring.mailbox.nats.names import Names
     from mainspring.mailbox.nats.records import Records
@@ -272,10 +273,11 @@ class Recovery:
     whatever the numbers say, and so is a look that finds all as the look before has left it.
     """
 
-    def __init__(self, store: Store, claims: Claims, records: Records) -> None:
+    def __init__(self, store: Store, claims: Claims, records: Records, limits: MailboxLimits) -> None:
         self._store = store
         self._claims = claims
         self._records = records
+        self._limits = limits
         self._timer = Periodic(self._step)
         self._suspected: dict[str, tuple[float, int]] = {}
         self._has_reconnected = False
@@ -298,6 +300,7 @@ class Recovery:
             if has_reconnected:
                 await self._store.check_identity()
             soon = await self.check(closely=has_reconnected) or has_reconnected
+            await self._limits.read()
             await self._records.tend()
         except MailboxError as error:  # the next check repeats it
             self._has_reconnected = self._has_reconnected or has_reconnected
@@ -327,6 +330,8 @@ class Recovery:
             if "delivered" not in consumer:  # NATS 2.9 answers so while it makes or removes the consumer
                 soon = True
                 continue
+            if stream == names.queue:
+                await self._limits.enforce(consumer)
             if consumer["delivered"]["stream_seq"] > state["last_seq"]:
                 await self._recreate_consumer(stream)
                 continue

@@ -29,7 +29,7 @@ from mainspring.mailbox.nats.client import (
 )
 from mainspring.mailbox.nats.connection import NatsConnection, Request
 from mainspring.mailbox.nats.messages import StoredMessage, dead_headers, decode, token_of
-from mainspring.mailbox.nats.names import CONSUMER, Names, check_stream, upgraded
+from mainspring.mailbox.nats.names import CONSUMER, UNBOUNDED, Names, check_stream, upgraded
 from mainspring.mailbox.nats.shared_client import ROOM
 
 if TYPE_CHECKING:
@@ -168,6 +168,8 @@ class Store:
         self.names = names
         self.lock = ReadWriteLock()
         self.ack_wait = ack_wait
+        self.most_in_flight = UNBOUNDED
+        """How many messages of the queue may be out with its consumer."""
         self._replicas = replicas
         self._storage = storage
         self._recreating = anyio.Lock()
@@ -193,7 +195,7 @@ class Store:
         It takes one round trip if none is missing.
         """
         configs = names.configs(replicas=self._replicas, storage=self._storage)
-        consumers = names.consumers(self.ack_wait)
+        consumers = names.consumers(self.ack_wait, self.most_in_flight if names == self.names else UNBOUNDED)
         about_streams = [Request(f"{_API}STREAM.INFO.{config['name']}") for config in configs]
         about_consumers = {each: Request(f"{_API}CONSUMER.INFO.{each}.{CONSUMER}") for each in consumers}
         found = await self.connection.request_all([*about_streams, *about_consumers.values()])
@@ -222,8 +224,7 @@ class Store:
         for each in used:
             known = _parse_unless(found_consumers[each], NO_CONSUMER)
             if known is None:
-                request = {"stream_name": each, "config": consumers[each]}
-                known = await self._make(f"CONSUMER.DURABLE.CREATE.{each}.{CONSUMER}", request)
+                known = await self._make(*_consumer(each, consumers[each]))
             if each == names.queue:
                 ack_wait = known["config"]["ack_wait"] / 1e9
         if names == self.names:
@@ -476,6 +477,11 @@ class Store:
         """Return the state of the queue's consumer."""
         return await self.api(f"CONSUMER.INFO.{self.names.queue}.{CONSUMER}")
 
+    async def bound_in_flight(self, config: dict[str, Any], most: int) -> dict[str, Any]:
+        """Let at most that many messages be out with the queue's consumer, which has ``config``. Return its state."""
+        subject, request = _consumer(self.names.queue, {**config, "max_ack_pending": most})
+        return await self.api(subject, request)
+
     async def delivered(self) -> int:
         """Return the highest number of the queue that was ever delivered."""
         return int((await self.consumer())["delivered"]["stream_seq"])
@@ -521,6 +527,11 @@ class Store:
 
 async def _nothing_to_finish(messages: Iterable[StoredMessage]) -> None:
     """Stand in for the records of a mailbox that has none yet."""
+
+
+def _consumer(stream: str, config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the call by which the consumer of a stream is made or changed."""
+    return f"CONSUMER.DURABLE.CREATE.{stream}.{CONSUMER}", {"stream_name": stream, "config": config}
 
 
 def _stream_of(names: Names, subject: str) -> str:

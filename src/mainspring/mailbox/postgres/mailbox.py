@@ -243,6 +243,8 @@ class PostgresBackend(BatchedBackend):
         listing=True,
         edit=True,
         limits=True,
+        pause=True,
+        concurrency=True,
         queue_age=True,
         async_backends=frozenset({"asyncio"}),
     )

@@ -170,6 +170,8 @@ class RedisBackend(BatchedBackend):
         listing=True,
         edit=True,
         limits=True,
+        pause=True,
+        concurrency=True,
         queue_age=True,
     )
 

@@ -159,6 +159,8 @@ class SQLiteBackend(batched.BatchedBackend):
         listing=True,
         edit=True,
         limits=True,
+        pause=True,
+        concurrency=True,
         queue_age=True,
     )
     waiters: SQLiteWaiters

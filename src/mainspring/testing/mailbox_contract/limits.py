@@ -284,23 +284,51 @@ async def a_paused_task_waits(h: Harness, box: AnyMailbox) -> None:
     equal(_bodies([*rest, *await _claim(box)]), [1, 2, 3], "when it was resumed")
 
 
-@on_mailbox("limits")
+@on_mailbox("pause")
 async def a_paused_mailbox_waits(h: Harness, box: AnyMailbox) -> None:
     """No message of a paused mailbox is claimed until it is resumed. Sends and settlements go on."""
     await box.send_many(["a", "b"])
     (first,) = await _claim(box, 1)
-    await box.backend.change_limits([LimitChange(ALL_TASKS, paused=True)])
+    await box.pause()
     await _send(box, "c")
     await h.none(box, "the mailbox is paused")
     await first.acknowledge()
     await h.counts(box, pending=2, settled=1)
     async with h.waiting(box, 1) as received:
-        await box.backend.change_limits([LimitChange(ALL_TASKS, paused=False)])
+        await box.resume()
     rest = [message for each in received for message in each]
     equal(sorted(_bodies([*rest, *await _claim(box)])), ["b", "c"], "when it was resumed")
 
 
-@on_mailbox("limits")
+@on_mailbox("pause", "cross_process")
+async def a_pause_holds_for_every_mailbox_object(h: Harness, box: AnyMailbox) -> None:
+    """A pause stops receives that wait in other mailbox objects. A message that comes during it is claimed as it ends."""
+    async with h.open() as other:
+        async with h.waiting(other, 2) as received:
+            await box.pause()
+            await h.rest()
+            await box.send("a")
+            await h.rest()
+            equal(received, [], "received during the pause")
+            await h.counts(box, pending=1)
+            await box.send("b")
+            await box.resume()
+        equal(sorted(_bodies([message for each in received for message in each])), ["a", "b"], "when it was resumed")
+
+
+@on_mailbox("pause", "durable")
+async def a_pause_outlives_the_mailbox_object(h: Harness, box: AnyMailbox) -> None:
+    """A mailbox that is opened during a pause is paused."""
+    async with h.open("kept") as before:
+        await before.send("a")
+        await before.pause()
+    async with h.open("kept") as after:
+        await h.none(after, "the mailbox is paused")
+        await after.resume()
+        equal((await h.one(after)).body, "a", "when it was resumed")
+
+
+@on_mailbox("concurrency")
 async def a_mailbox_has_a_concurrency(h: Harness, box: AnyMailbox) -> None:
     """The concurrency of the whole mailbox limits the messages in flight of all tasks. A receive goes on as there is room."""
     await box.backend.change_limits([LimitChange(ALL_TASKS, TaskLimits(concurrency=2))])
@@ -312,6 +340,73 @@ async def a_mailbox_has_a_concurrency(h: Harness, box: AnyMailbox) -> None:
     async with h.waiting(box, 1) as received:
         await first[0].acknowledge()
     equal(_bodies([message for each in received for message in each]), ["c"], "as there was room")
+
+
+@on_mailbox("concurrency")
+async def a_concurrency_of_the_mailbox_is_changed(h: Harness, box: AnyMailbox) -> None:
+    """A narrower one lets messages in flight go on, a wider one wakes receives, and None is what the code declares."""
+    await box.send_many(list(range(8)))
+    first = await _claim(box, 3)
+    await box.set_concurrency(2)
+    await first.pop().nack(delay=1_000)
+    await h.none(box, "two are in flight, and two may be")
+    async with h.waiting(box, 1) as received:
+        await box.set_concurrency(3)
+    first += [message for each in received for message in each]
+    equal(len(first), 3, "in flight, as the limit was widened")
+    await box.backend.change_limits([LimitChange(ALL_TASKS, TaskLimits(concurrency=4))])
+    await h.none(box, "three may be in flight, whatever the code says")
+    await box.set_concurrency(None)
+    equal(len(await _claim(box)), 1, "claimed within what the code says")
+    await box.backend.change_limits([LimitChange(ALL_TASKS, TaskLimits())])
+    equal(len(await _claim(box)), 3, "claimed without a limit")
+
+
+@on_mailbox("concurrency")
+async def a_lease_that_ends_makes_room(h: Harness, box: AnyMailbox) -> None:
+    """A message whose worker died is delivered again, or makes room for another, within the concurrency."""
+    await box.set_concurrency(1)
+    await box.send_many(["a", "b"])
+    async with h.ending(h.short):
+        equal((await h.one(box, lease=h.short)).body, "a", "the first")
+    seen = []
+    for _ in range(2):
+        message = await h.one(box, wait=h.patience or h.wait)
+        seen.append((message.body, message.attempt))
+        await h.none(box, "one may be in flight")
+        await message.acknowledge()
+    equal(sorted(seen), [("a", 2), ("b", 1)], "one after the other")
+
+
+@on_mailbox("concurrency")
+async def a_receive_does_not_wait_for_room_for_more(h: Harness, box: AnyMailbox) -> None:
+    """A receive of several messages returns those that the concurrency allows, and does not wait until it allows more."""
+    await box.set_concurrency(2)
+    async with h.waiting(box, 1) as received:
+        await box.send("a")
+    equal(_bodies(received[0]), ["a"], "received by a receive that waited")
+    await box.send_many(["b", "c"])
+    with h.within(h.wait / 2):
+        found = await box.receive(max_messages=10, wait_time_seconds=h.wait, visibility_timeout=LEASE)
+    equal(_bodies(found), ["b"], "received as there was room for one")
+
+
+@on_mailbox("pause", "concurrency")
+async def limits_of_the_mailbox_are_listed(h: Harness, box: AnyMailbox) -> None:
+    """``limits()`` returns whether the mailbox is paused, its declared and changed concurrency, and the messages in flight."""
+    equal(await box.limits(), [], "of a new mailbox")
+    await box.backend.change_limits([LimitChange(ALL_TASKS, TaskLimits(concurrency=5))])
+    await box.send_many(["a", "b"])
+    await h.one(box)
+    async with h.open() if h.can("cross_process") else nullcontext(box) as other:
+        await other.set_concurrency(3)
+        await other.pause()
+    expected = LimitState(ALL_TASKS, TaskLimits(concurrency=5), paused=True, concurrency=3, running=1)
+    equal(await box.limits(), [expected], "limits")
+    await box.resume()
+    await box.set_concurrency(None)
+    await box.backend.change_limits([LimitChange(ALL_TASKS, TaskLimits())])
+    equal(await box.limits(), [], "when all was taken back")
 
 
 @on_mailbox("limits")

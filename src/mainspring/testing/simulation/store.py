@@ -272,6 +272,8 @@ class SimulatedBackend(Backend):
         records=True,
         lookup=True,
         limits=True,
+        pause=True,
+        concurrency=True,
         queue_age=True,
         async_backends=frozenset({"trio"}),
     )
