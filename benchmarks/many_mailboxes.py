@@ -21,13 +21,15 @@ sys.path.append(sys.path.pop(0))  # beside this file is one with the name of a d
 
 import anyio
 
-from common import MIB, Row, benchmark, chosen, missing, on_uvloop, quick, report, words
+from common import MIB, Row, benchmark, chosen, median, missing, on_uvloop, quick, report, words
 from idle import cpu_seconds, resident
 from local_server import server, with_name
 from mainspring import LoopGroup, MainLoop, open_mailbox
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from mainspring import Mailbox
 
 COUNT = 1_000
 SETTLE = 2.0
@@ -36,6 +38,9 @@ SECONDS = 5.0 if quick() else 35.0
 """Long enough for each loop to begin a new long poll of 30 s."""
 PATIENCE = 120.0
 """Seconds that a start may take, or an end."""
+BUSY = 40
+BUSY_SENDS = 50
+"""How many of the mailboxes are busy at the end, and how many messages are sent to each of these."""
 NAME = "many-{n}"
 """The name of mailbox number n."""
 
@@ -76,10 +81,33 @@ async def measure(url: str, count: int) -> dict[str, Any]:
                 "threads": len(os.listdir("/proc/self/task")),
                 "descriptors": len(os.listdir("/proc/self/fd")),
                 "connections": connections(urlsplit(url).port),
+                "busy": await busy_connections(mailboxes[:BUSY], urlsplit(url).port),
             }
             ended = time.perf_counter()
         result["end"] = time.perf_counter() - ended
     return result
+
+
+async def busy_connections(mailboxes: list[Mailbox[Any, Any]], port: int | None) -> int:
+    """Return the connections of this process while it sends to these mailboxes and handles: the median of some looks."""
+    found: list[int] = []
+
+    async def look() -> None:
+        while True:
+            await anyio.sleep(0.02)
+            found.append(connections(port))
+
+    async def send(mailbox: Mailbox[Any, Any]) -> None:
+        for number in range(BUSY_SENDS):
+            await mailbox.send(str(number))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(look)
+        async with anyio.create_task_group() as senders:
+            for mailbox in mailboxes:
+                senders.start_soon(send, mailbox)
+        tasks.cancel_scope.cancel()
+    return int(median(found)) if found else 0
 
 
 def connections(port: int | None) -> int:
@@ -175,7 +203,9 @@ def report_kind(kind: str, count: int) -> None:
     if urlsplit(url).port is not None:
         report(
             Row(f"{title}: connections to the server / 100", str(found["connections"]), "100", [found["connections"] / 100],
-                1.0, at_most=True)
+                1.0, at_most=True),
+            Row(f"{BUSY} busy mailboxes: {kind}: connections to the server / 3", str(found["busy"]), "3", [found["busy"] / 3],
+                1.0, at_most=True, note=f"{BUSY_SENDS} sends to each, one by one, and their handlers")
         )  # fmt: skip
 
 

@@ -11,8 +11,7 @@ from test_postgres_waiting import two_processes
 
 from mainspring import LoopGroup, MailboxConnectionError, MailboxError, MailboxFullError, MainLoop, MainspringError
 from mainspring.mailbox.postgres.commands import Statement
-from mainspring.mailbox.postgres.connection import MAX_BATCHES, MAX_IDLE, ConnectionPool
-from mainspring.mailbox.postgres.pool import MAX_SINGLE_CALLS
+from mainspring.mailbox.postgres.connection import WORKING, ConnectionPool
 from postgres_support import receiving, until
 
 pytestmark = pytest.mark.anyio
@@ -33,33 +32,130 @@ def damage(place, *names):
     )
 
 
+async def counted(place, name, counts):
+    """Add to ``counts``, again and again, how many connections of that application there are."""
+    # Not the server's processes that help with a query: they have the name of its connection.
+    who = "application_name = %s AND backend_type = 'client backend'"
+    async with await place.connect(autocommit=True) as connection:
+        while True:
+            answer = await connection.execute(f"SELECT count(*) FROM pg_stat_activity WHERE {who}", (name,))
+            counts.extend(number for (number,) in await answer.fetchall())
+            await anyio.sleep(0.01)
+
+
+def are_few(counts):
+    """True if they were one that listens and those that work, but for moments in which a machine under load held a call up."""
+    return sum(number > WORKING + 1 for number in counts) <= len(counts) / 10
+
+
 @pytest.mark.slow
-async def test_they_share_a_few_connections_and_each_gets_its_message(place):
-    """No more than may be in use at once; once their starts are done, the connection that listens and the idle ones."""
-    got = []
+async def test_many_that_wait_share_three_connections_and_each_gets_its_message(place):
+    """While they start, while they wait, and when a message comes to each."""
+    got, counts = [], []
 
     async def handle(job: int) -> None:
         got.append(job)
 
     mailboxes = [place.mailbox(f"jobs-{n}", application_name="many-that-wait") for n in range(60)]
-    async with (
-        place.mailbox(application_name="sender") as sender,
-        LoopGroup([MainLoop(mailbox, handle, name=mailbox.name) for mailbox in mailboxes]),
-    ):
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(counted, place, "many-that-wait", counts)
+        async with (
+            place.mailbox(application_name="sender") as sender,
+            LoopGroup([MainLoop(mailbox, handle, name=mailbox.name) for mailbox in mailboxes]),
+        ):
+            await until(lambda: all(mailbox.statistics().waiting_receives for mailbox in mailboxes))
+            for n, mailbox in enumerate(mailboxes):
+                place.execute(
+                    "SELECT SCHEMA.send(%s, ARRAY[%s], ARRAY[%s::bytea])", place.number(mailbox.name), f"{n}", f"{n}"
+                )
+            await until(lambda: len(got) == len(mailboxes))
+            await until(lambda: counts[-1] == WORKING + 1)
+            assert sorted(got) == list(range(len(mailboxes)))
+            assert sender.statistics().waiting_receives == 0
+        tasks.cancel_scope.cancel()
+    assert are_few(counts)
+
+
+@pytest.mark.slow
+async def test_forty_busy_mailboxes_share_three_connections(place):
+    """Loops that handle and senders that send, in all of them at the same time."""
+    done, counts = [], []
+
+    async def handle(job: int) -> None:
+        done.append(job)
+
+    mailboxes = [place.mailbox(f"jobs-{n}", application_name="forty-busy") for n in range(40)]
+
+    async def send(mailbox) -> None:
+        for number in range(10):
+            await mailbox.send(number)
+
+    async with LoopGroup([MainLoop(mailbox, handle, name=mailbox.name, concurrency=10) for mailbox in mailboxes]):
         await until(lambda: all(mailbox.statistics().waiting_receives for mailbox in mailboxes))
-        # Not the server's processes that help with a query: they have the name of its connection.
-        who = "application_name = 'many-that-wait' AND backend_type = 'client backend'"
-        count = f"SELECT count(*) FROM pg_stat_activity WHERE {who}"
-        ((connections,),) = place.execute(count)
-        assert connections <= MAX_BATCHES + MAX_SINGLE_CALLS + 3  # one listens, maintains the tables, tries the server
-        await until(lambda: place.execute(count)[0][0] <= MAX_IDLE + 1)
-        for n, mailbox in enumerate(mailboxes):
-            place.execute(
-                "SELECT SCHEMA.send(%s, ARRAY[%s], ARRAY[%s::bytea])", place.number(mailbox.name), f"{n}", f"{n}"
-            )
-        await until(lambda: len(got) == len(mailboxes))
-        assert sorted(got) == list(range(len(mailboxes)))
-        assert sender.statistics().waiting_receives == 0
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(counted, place, "forty-busy", counts)
+            async with anyio.create_task_group() as senders:
+                for mailbox in mailboxes:
+                    senders.start_soon(send, mailbox)
+            await until(lambda: len(done) == 40 * 10)
+            tasks.cancel_scope.cancel()
+    assert len(counts) > 10
+    assert are_few(counts)
+
+
+@pytest.mark.slow
+async def test_calls_that_wait_for_a_lock_hold_up_no_other(place):
+    """More of them than there are connections for quick calls. Each has an end: here that of the lock."""
+    outcomes = []
+    held, other = place.mailbox("held"), place.mailbox("other")
+    async with held, other, await place.connect() as blocker, anyio.create_task_group() as tasks:
+        ids = await held.send_many(list(range(5)))
+        await blocker.execute(f"SELECT FROM {place.schema}.messages WHERE id = ANY (%s) FOR UPDATE", (ids,))
+
+        async def cancel(message_id) -> None:
+            outcomes.append(await held.cancel(message_id))
+
+        for message_id in ids:
+            tasks.start_soon(cancel, message_id)
+        waiting = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE %s"
+        await until(lambda: place.execute(waiting, f"%{place.schema}.cancel%")[0][0] == len(ids))
+        with anyio.fail_after(5):
+            for number in range(20):
+                await other.send(number)
+                await held.send(number)
+            assert len(await other.receive(max_messages=20)) == 20
+            assert (await held.counts()).pending == 25
+        assert not outcomes
+        await blocker.rollback()
+    assert len(outcomes) == len(ids)
+
+
+@pytest.mark.slow
+async def test_a_wait_for_a_lock_ends_by_the_timeout_and_so_does_one_for_a_turn(place):
+    """No batch goes on while the tables are locked. Those that have a connection and those in line have the same end."""
+    mailboxes = [place.mailbox(f"jobs-{n}", timeout=2) for n in range(20)]
+    async with AsyncExitStack() as stack:
+        for mailbox in mailboxes:
+            await stack.enter_async_context(mailbox)
+        errors = []
+
+        async def send(mailbox) -> None:
+            with pytest.raises(MailboxConnectionError, match=r"within 2 s$|no connection was free in time") as caught:
+                await mailbox.send("x")
+            errors.append(caught.value)
+
+        async with await place.connect() as blocker:
+            await blocker.execute(f"LOCK TABLE {place.schema}.messages")
+            began = anyio.current_time()
+            async with anyio.create_task_group() as tasks:
+                for mailbox in mailboxes:
+                    tasks.start_soon(send, mailbox)
+            assert anyio.current_time() - began < 10
+            await blocker.rollback()
+        assert len(errors) == len(mailboxes)
+        for mailbox in mailboxes:
+            await mailbox.send("y")
+            assert (await mailbox.counts()).pending == 1
 
 
 @pytest.mark.slow
@@ -106,27 +202,39 @@ async def test_those_that_open_together_have_opened_at_the_same_time(place):
     assert opened[-1] - opened[1] < 20  # the first one may have opened alone
 
 
+LEFT = "SELECT count(*) FROM pg_stat_activity WHERE pid = ANY (%s)"
+
+
+async def test_connections_of_calls_that_were_held_up_are_closed_when_these_end(place):
+    pool = ConnectionPool(place.url, timeout=20)
+    pool.keep_open()
+    processes = []
+    async with anyio.create_task_group() as calls:
+        for _ in range(5):
+            statement = Statement(b"SELECT pg_backend_pid(), pg_sleep(0.5)", (), processes.extend)
+            calls.start_soon(pool.run, [statement], None, anyio.Semaphore(1))
+    numbers = [number for number, _ in processes]
+    assert len(set(numbers)) == 5
+    await until(lambda: place.execute(LEFT, numbers)[0][0] == WORKING)
+    await pool.run([statement])
+    assert processes[-1][0] in numbers
+    await pool.close()
+
+
 @pytest.mark.slow
-async def test_many_calls_at_once_make_connections_once(place):
-    """Further ones than a few are closed again when they are not used any more."""
-    mailboxes = [place.mailbox(f"{n}", application_name="many", listen=False) for n in range(30)]
-    count = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'many'"
-    made = "SELECT pid FROM pg_stat_activity WHERE application_name = 'many' ORDER BY pid"
-    async with AsyncExitStack() as stack:
-        for mailbox in mailboxes:
-            await stack.enter_async_context(mailbox)
-
-        async def send_to_all() -> None:
-            async with anyio.create_task_group() as tasks:
-                for mailbox in mailboxes:
-                    tasks.start_soon(mailbox.send_many, ["x", "y"])
-
-        await send_to_all()
-        connections = set(place.execute(made))
-        assert len(connections) > MAX_IDLE
-        await send_to_all()
-        assert set(place.execute(made)) <= connections
-        await until(lambda: place.execute(count)[0][0] <= MAX_IDLE)
+async def test_connections_of_many_transactions_at_once_are_closed_when_they_are_not_used_any_more(place):
+    """Those of handlers, which need as many of them again soon."""
+    pool = ConnectionPool(place.url, timeout=20, silence=1)
+    pool.keep_open()
+    async with anyio.create_task_group() as tasks:
+        async with AsyncExitStack() as stack:
+            lent = [await stack.enter_async_context(pool.connection(0)) for _ in range(5)]
+            numbers = [connection.info.backend_pid for connection in lent]
+        assert place.execute(LEFT, numbers) == [(5,)]
+        tasks.start_soon(pool.watch)
+        await until(lambda: place.execute(LEFT, numbers)[0][0] == WORKING)
+        tasks.cancel_scope.cancel()
+    await pool.close()
 
 
 @pytest.mark.slow

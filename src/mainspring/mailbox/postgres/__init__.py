@@ -4,8 +4,9 @@ Where things are. A message is one row of the table ``messages`` from its send t
 (``sql/``, made by :mod:`schema`) do everything to it. A call of :class:`PostgresBackend` becomes a command. A batcher takes
 what is queued as one batch: :mod:`commands` turns it into statements, each a call of one function, and their rows into
 results. A :class:`ConnectionPool` executes the statements in one transaction and one round trip. All mailboxes of a process
-on one database share a :class:`SharedPool`: the connections, one of which listens (:class:`PostgresListener`), and the
-polls (:class:`Polls`). So a mailbox of its own has one task, and more only once it sends.
+on one database share a :class:`SharedPool`: the connections, one of which listens (:class:`PostgresListener`) and two of which
+work unless calls are held up (:class:`ConnectionLimiter`), and the polls
+(:class:`Polls`). So a mailbox of its own has one task, and more only once it sends.
 
 States. A message is pending (state 0), delayed (1) or in flight (2); settled ones have no row, dead letters are in ``dead``.
 A pending message of a task may have to wait at a limiter first (3, 4), and is let in later (5): ``sql/limits.sql`` says how.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import select
 import sys
+from collections import deque
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from traceback import clear_frames
 from typing import TYPE_CHECKING, Any
 
@@ -28,16 +30,22 @@ from mainspring.redaction import one_line
 from mainspring.runtime.resolver import resolve
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
     from mainspring.mailbox.postgres.commands import Statement
 
 CANCEL_TIMEOUT = 3.0
 """Seconds in which the server must answer a cancel request; a quarter of the timeout where that is less."""
+WORKING = 2
+"""Connections that the calls of a process use at once while none is held up, and idle ones that are kept open.
+
+Further idle ones are closed once they were not used between two looks."""
 MAX_BATCHES = 10
-"""Batches of a process in flight at once; each has a connection, and further ones wait for their turn."""
-MAX_IDLE = 2
-"""Idle connections that are kept open. Further ones are closed once they were not used between two looks."""
+"""Batches of a process in flight at once, those included that are held up; further ones wait for their turn."""
+BATCH_COUNTS = 1.0
+"""Seconds for which a batch counts as one of :data:`WORKING`."""
+CALL_COUNTS = 0.1
+"""The same for what travels alone, which may wait for a lock for long."""
 TRIES = 4
 """Tries of a batch that the server aborts because of another transaction (a deadlock)."""
 WATCH = 0.2
@@ -178,6 +186,92 @@ async def _with_addresses(parameters: dict[str, Any]) -> dict[str, Any]:
     return {**parameters, **{key: ",".join(each) for key, each in zip(keys, zip(*found, strict=True), strict=False)}}
 
 
+def opens_at(most: int, counts_until: Iterable[float], now: float) -> float:
+    """Return when a further call may use a connection if none ends before: ``now``, or later.
+
+    :param counts_until: for each call under way, the instant from which on it does not count.
+    """
+    counting = [until for until in counts_until if until > now]
+    return now if len(counting) < most else min(counting)
+
+
+@dataclass(eq=False, slots=True)
+class _PlaceInLine:
+    """A call in line. ``counts_until`` is set when it may begin."""
+
+    counts_for: float
+    begins: anyio.Event = field(default_factory=anyio.Event)
+    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    counts_until: float | None = None
+
+
+class ConnectionLimiter:
+    """How many connections the calls of a process use at once: few, unless calls are held up.
+
+    A call counts for the first seconds that it takes, as many as it says. A further call begins while fewer than ``most``
+    count. A call that takes longer waits for something: for a lock that another transaction holds, or for a slow server. It
+    goes on, but counts no more, so that it holds up no other call. So ``most`` connections do while all calls are quick, and
+    each call that is held up has one more. Bounds on those are the callers' affair.
+
+    Calls begin in the order in which they came. There is no task: the first call in line waits until one ends, or counts no
+    more. Cancelled, a call has not begun, and the next one has its turn.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._now = loop_clock()
+        self._counts_until: list[float] = []
+        self._line: deque[_PlaceInLine] = deque()
+
+    @asynccontextmanager
+    async def turn(self, counts_for: float) -> AsyncIterator[float]:
+        """Wait until a call may begin, and run it as the block. Yield the instant from which on it does not count."""
+        if not self._line and len(self._counts_until) < self._most:
+            counts_until = self._now() + counts_for
+            self._counts_until.append(counts_until)
+        else:
+            counts_until = await self._wait(_PlaceInLine(counts_for))
+        try:
+            yield counts_until
+        finally:
+            self._counts_until.remove(counts_until)
+            if self._line:
+                self._begin_next()
+
+    def counting(self, now: float) -> int:
+        """Return how many calls under way count at that instant."""
+        return sum(until > now for until in self._counts_until)
+
+    async def _wait(self, place: _PlaceInLine) -> float:
+        self._line.append(place)
+        try:
+            while place.counts_until is None:
+                with anyio.CancelScope() as place.scope:
+                    self._begin_next()
+                    await place.begins.wait()
+        except BaseException:
+            if place.counts_until is None:
+                self._line.remove(place)
+            else:
+                self._counts_until.remove(place.counts_until)
+            self._begin_next()
+            raise
+        return place.counts_until
+
+    def _begin_next(self) -> None:
+        """Let calls begin that may. The first of the others looks again when a call counts no more."""
+        now = self._now()
+        while self._line:
+            opens = opens_at(self._most, self._counts_until, now)
+            if opens > now:
+                self._line[0].scope.deadline = opens
+                return
+            place = self._line.popleft()
+            place.counts_until = now + place.counts_for
+            self._counts_until.append(place.counts_until)
+            place.begins.set()
+
+
 @dataclass(eq=False, slots=True)
 class _InFlight:
     """A batch in flight, or waiting for a connection: since when, and what ends the wait for it."""
@@ -215,6 +309,7 @@ class ConnectionPool:
         self._in_flight: set[_InFlight] = set()
         self.cancel_timeout = min(CANCEL_TIMEOUT, timeout / 4)
         self._turns = anyio.Semaphore(MAX_BATCHES, fast_acquire=True)
+        self._limiter = ConnectionLimiter(WORKING)
         self.batches = 0
         self.changes = 0
         """Batches that may have changed something."""
@@ -261,27 +356,41 @@ class ConnectionPool:
         return no_answer(self.timeout, "" if self._was_connected else _CHECK_SERVER)
 
     @asynccontextmanager
-    async def connection(self) -> AsyncIterator[Connection]:
-        """Lend an idle connection, or a new one, to the block. Raise the errors of :meth:`connect`.
+    async def connection(
+        self, counts_for: float = CALL_COUNTS, begins_by: float = math.inf
+    ) -> AsyncIterator[Connection]:
+        """Lend an idle connection, or a new one, to the block, when it is its turn. Raise the errors of :meth:`connect`.
 
         An error that says nothing of the connection leaves it as it was, and any other one closes it. A lost connection closes
         all idle ones, which are lost as well.
+
+        :param counts_for: seconds for which it is one of :data:`WORKING`, see :class:`ConnectionLimiter`.
+        :param begins_by: raise :class:`GivenUpError` if its turn does not come before that instant.
         """
-        connection = await self._idle_or_new()
-        try:
-            yield connection
-        except BaseException as error:
-            is_lost = type(error) is MailboxConnectionError
-            if is_lost or not isinstance(error, MainspringError):
-                await self.drop(connection)
-            if is_lost:
-                await self.lose()
-            raise
-        finally:
-            if self._keeps and not connection.closed and connection.pgconn.transaction_status == TransactionStatus.IDLE:
-                self._idle.append(connection)
-            else:
-                await self.drop(connection)
+        async with self._limiter.turn(counts_for) as counts_until:
+            if self._now() >= begins_by:
+                raise GivenUpError("PostgreSQL: no connection was free in time")
+            connection = await self._idle_or_new()
+            try:
+                yield connection
+            except BaseException as error:
+                is_lost = type(error) is MailboxConnectionError
+                if is_lost or not isinstance(error, MainspringError):
+                    await self.drop(connection)
+                if is_lost:
+                    await self.lose()
+                raise
+            finally:
+                was_held_up = counts_for and counts_until <= self._now()
+                is_whole = not connection.closed and connection.pgconn.transaction_status == TransactionStatus.IDLE
+                if self._keeps and is_whole and not (was_held_up and self._is_spare()):
+                    self._idle.append(connection)
+                else:
+                    await self.drop(connection)
+
+    def _is_spare(self) -> bool:
+        """True if calls have what they need without the connection of one that was held up."""
+        return len(self._idle) + self._limiter.counting(self._now()) >= WORKING
 
     async def _idle_or_new(self) -> Connection:
         while self._idle:
@@ -313,20 +422,23 @@ class ConnectionPool:
         :class:`ValueRefusedError` for a value that the server does not take.
         Cancelled, or out of time, it cancels the query on the server.
 
-        :param turn: held meanwhile, waiting included in ``timeout``; None: one of those for :data:`MAX_BATCHES`.
+        :param turn: held meanwhile, by what travels alone; None: it is a batch, and has one of :data:`MAX_BATCHES` turns. The
+            wait for a turn is included in ``timeout``.
         :param changes: whether the statements may change something.
         """
         patience = self.timeout if timeout is None else timeout
+        counts_for = BATCH_COUNTS if turn is None else CALL_COUNTS
         began = self._now()
         deadline = began + patience
+        last = deadline - self.cancel_timeout  # a later query could not be cancelled in time
         for again in range(TRIES):
             scope = anyio.CancelScope(deadline=deadline)
             out = _InFlight(scope, began if not again else self._now())
             self._in_flight.add(out)
             try:
                 with scope:
-                    async with turn or self._turns, self.connection() as connection:
-                        scope.deadline = deadline - self.cancel_timeout
+                    async with turn or self._turns, self.connection(counts_for, last) as connection:
+                        scope.deadline = last
                         out.connection = connection
                         results = await execute(connection, statements)
             except _ConflictError as error:
@@ -409,7 +521,7 @@ class ConnectionPool:
         await self._drop_idle()
 
     async def _close_unused(self) -> None:
-        too_many = min(self._unused, len(self._idle) - MAX_IDLE)
+        too_many = min(self._unused, len(self._idle) - WORKING)
         for connection in self._idle[: max(0, too_many)]:  # those in front were idle for longest
             self._idle.remove(connection)
             await self.drop(connection)
@@ -494,7 +606,10 @@ async def _execute_in_pipeline(
             connection.pgconn.finish()
             raise refusal from None
         raise
-    return [await cursor.fetchall() for cursor in cursors]
+    rows = []
+    for cursor in cursors:
+        rows.append(await cursor.fetchall())
+    return rows
 
 
 def translated(error: psycopg.Error) -> MainspringError:

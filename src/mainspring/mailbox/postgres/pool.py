@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 KIND = "postgres shared pool"
 MAX_SINGLE_CALLS = 10
-"""Calls of a process that travel alone, such as a cancellation by id, in flight at once; each has a connection."""
+"""Calls of a process that travel alone, such as a cancellation by id, in flight at once, those included that are held up."""
 MAX_TRANSACTIONS = 10
 """Handlers of a process in a transaction of their own at once; each has a connection."""
 

@@ -175,11 +175,11 @@ class HandlerTransactions:
 
 @asynccontextmanager
 async def _lent(shared: SharedPool) -> AsyncIterator[PsycopgConnection]:
-    """Lend a connection of the pool, when it is its turn."""
+    """Lend a connection of the pool, when it is its turn. It holds up no other call, however long the handler takes."""
     async with shared.transactions, AsyncExitStack() as stack:
         try:
             with anyio.fail_after(shared.connections.timeout):
-                connection = await stack.enter_async_context(shared.connections.connection())
+                connection = await stack.enter_async_context(shared.connections.connection(0))
         except TimeoutError:
             raise no_answer(shared.connections.timeout) from None
         try:
