@@ -8,6 +8,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Self
 
 import anyio
+from anyio import from_thread
 
 from mainspring.core import clock
 from mainspring.core.process import in_event_loop
@@ -218,9 +219,9 @@ class ToolCallBlock:
     def __enter__(self) -> Self:
         if in_event_loop():
             raise ConfigError("`with ctx.tool_call(…)` is for handlers in threads; write `async with` here")
-        return anyio.from_thread.run(self.__aenter__)
+        return from_thread.run(self.__aenter__)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        anyio.from_thread.run(self.__aexit__, kind, error, trace)
+        from_thread.run(self.__aexit__, kind, error, trace)
