@@ -24,6 +24,8 @@ local SCANNED = '\0>' -- the begin of what stands in `expiry` for limiters that 
 local TOO_MANY = 1000 -- fields of `limiters` above which each new one has some others looked at that may go
 local MOST_NAMES = 4000 -- that are kept from call to call
 local DIGITS = { [0] = '0', '1', '2', '3' }
+local HOLDS = { [0] = { false, false }, { true, false }, { false, true }, { true, true } } -- by permits: of its key, and its own
+local NO_LIMIT = {}
 
 local function named(name)
   return string.len(name) .. ':' .. name
@@ -112,7 +114,7 @@ local function listed_at(entry)
   return of.by_task .. spot
 end
 
--- The limits of a task, or false.
+-- The limits of a task, at 1 of each key and at 2 of the task, or false.
 local function limits_of(box, task)
   local known = box.defined[task]
   if known == nil then
@@ -125,10 +127,11 @@ local function limits_of(box, task)
         return tonumber(every) and { interval = tonumber(every), burst = tonumber(at_once) }
       end
       known = {
-        most = paused == '1' and 0 or tonumber(instead) or tonumber(most), paused = paused == '1', rate = rate(interval, burst),
-        key_most = tonumber(of_key), key_rate = rate(key_interval, key_burst), blocks = blocks,
+        { most = tonumber(of_key), rate = rate(key_interval, key_burst) },
+        { most = paused == '1' and 0 or tonumber(instead) or tonumber(most), rate = rate(interval, burst) },
+        paused = paused == '1', blocks = blocks,
       }
-      known.limits_keys = known.key_most ~= nil or known.key_rate ~= nil
+      known.limits_keys = known[OF_KEY].most ~= nil or known[OF_KEY].rate or false
     end
     box.defined[task] = known
   end
@@ -138,58 +141,79 @@ end
 -- How many messages may be claimed by the limits of the whole mailbox. If that is too few, claims want to know when one ends.
 function limits.room(box)
   local whole = limits_of(box, '')
-  if not whole or not whole.most then
+  if not whole or not whole[OWN].most then
     return NEVER
   elseif whole.paused then
     return 0
   end
   redis.call('HSET', box.more, '!', '1')
-  return math.max(whole.most - redis.call('ZCARD', box.leases), 0)
+  return math.max(whole[OWN].most - redis.call('ZCARD', box.leases), 0)
 end
 
 -- --------------------------------------------------------------------------------------------------------- limiters
 
-local function holds(entry, which)
-  return entry.permits == which or entry.permits == 3
+-- What holds for a limiter.
+local function limit_of(box, name)
+  local of = parts_of(name)
+  local declared = limits_of(box, of.task)
+  return declared and declared[of.key and OF_KEY or OWN] or NO_LIMIT
 end
 
--- Read limiters that are not known yet, by their names.
-local function fetch(box, names_of_them)
-  local wanted, list = {}, {}
-  for name in pairs(names_of_them) do
-    if not box.known[name] then
-      list[#list + 1] = name
-      wanted[#list] = 'l' .. name
-    end
-  end
-  for i, stored in ipairs(list[1] and look_up('HMGET', box.limiters, wanted) or {}) do
-    local used, unclaimed, spent = string.match(stored or '', '^(%d+) (%d+) (%d+)$')
-    box.known[list[i]] = {
-      used = tonumber(used) or 0, unclaimed = tonumber(unclaimed) or 0, spent = tonumber(spent) or 0, is_stored = stored,
-      changed = false,
+-- A limiter by its name. If it was not known yet, it is to be read: its name is put into `unread`.
+local function known_limiter(box, name, unread)
+  local one = box.known[name]
+  if not one then
+    one = {
+      used = 0, unclaimed = 0, spent = 0, is_stored = false, changed = false, limit = limit_of(box, name), waits = nil, opens = nil,
     }
+    box.known[name] = one
+    unread[#unread + 1] = name
   end
+  return one
 end
 
--- The same of those that messages have permits of, or may get (`all`).
-local function fetch_for(box, entries, all)
+local function read_limiters(box, names_of_them)
   local wanted = {}
-  for _, entry in ipairs(entries) do
-    for which = OF_KEY, OWN do
-      local name = entry.of[which]
-      if name and not box.known[name] and (all or holds(entry, which)) then
-        wanted[name] = true
-      end
+  for i, name in ipairs(names_of_them) do
+    wanted[i] = 'l' .. name
+  end
+  for i, stored in ipairs(wanted[1] and look_up('HMGET', box.limiters, wanted) or {}) do
+    local used, unclaimed, spent = string.match(stored or '', '^(%d+) (%d+) (%d+)$')
+    if used then
+      local one = box.known[names_of_them[i]]
+      one.used, one.unclaimed, one.spent, one.is_stored = tonumber(used), tonumber(unclaimed), tonumber(spent), true
     end
   end
-  fetch(box, wanted)
 end
 
 local function limiter(box, name)
-  if not box.known[name] then
-    fetch(box, { [name] = true })
+  local unread = {}
+  local one = known_limiter(box, name, unread)
+  read_limiters(box, unread)
+  return one
+end
+
+-- Let messages have the limits of their tasks, and the limiters that they have permits of, or may get permits of.
+local function bind(box, entries)
+  local unread = {}
+  for _, entry in ipairs(entries) do
+    local of, declared, holds = entry.of, limits_of(box, entry.of.task), HOLDS[entry.permits]
+    entry.declared = declared
+    if of.key and (holds[OF_KEY] or declared and declared.limits_keys) then
+      entry[OF_KEY] = known_limiter(box, of[OF_KEY], unread)
+    end
+    if declared or holds[OWN] then
+      entry[OWN] = known_limiter(box, of[OWN], unread)
+    end
   end
-  return box.known[name]
+  read_limiters(box, unread)
+end
+
+-- The same of one, from what is stored.
+local function bound_entry(box, id, about)
+  local entry = read_entry(id, about)
+  bind(box, { entry })
+  return entry
 end
 
 -- The place of the first in line of a rank: of those that are ready, and of those that wait for a permit of the task.
@@ -234,19 +258,9 @@ local function tidy(box, new)
   redis.call('HSET', box.state, 'tidied', scanned[1])
 end
 
--- The limiter of a permit, how many it may have out, and its rate. `of`: the parts of a name.
-local function bounds(box, of, which)
-  local declared, one = limits_of(box, of.task), limiter(box, of[which])
-  if not declared then
-    return one
-  elseif which == OWN then
-    return one, declared.most, declared.rate
-  end
-  return one, declared.key_most, declared.key_rate
-end
-
 -- When a limiter gives its next permit: NEVER, if not until one ends or is claimed.
-local function opens_at(one, most, rate)
+local function opens_at(one)
+  local most, rate = one.limit.most, one.limit.rate
   if most and one.used >= most then
     return NEVER
   elseif not rate then
@@ -267,12 +281,13 @@ local function open_at(box, name, when)
 end
 
 local function count_claim(box, entry)
+  local holds = HOLDS[entry.permits]
   for which = OF_KEY, OWN do
-    if holds(entry, which) then
-      local one, _, rate = bounds(box, entry.of, which)
+    if holds[which] then
+      local one = entry[which]
       one.unclaimed, one.changed = math.max(one.unclaimed - 1, 0), true
-      if rate then
-        one.spent = math.max(one.spent, now) + rate.interval
+      if one.limit.rate then
+        one.spent = math.max(one.spent, now) + one.limit.rate.interval
         box.touched[entry.of[which]] = true
       end
     end
@@ -281,23 +296,23 @@ end
 
 -- End the permits of a message, but for that of `kept`.
 local function take_back(box, entry, kept, was_claimed)
+  local holds = HOLDS[entry.permits]
   for which = OF_KEY, OWN do
-    if which ~= kept and holds(entry, which) then
-      local name = entry.of[which]
-      local one = limiter(box, name)
+    if which ~= kept and holds[which] then
+      local one = entry[which]
       one.used, one.changed = math.max(one.used - 1, 0), true
       if not was_claimed then
         one.unclaimed = math.max(one.unclaimed - 1, 0)
       end
-      box.touched[name] = true
+      box.touched[entry.of[which]] = true
     end
   end
   entry.permits = kept == OF_KEY and entry.permits % 2 or 0
 end
 
 -- The permit that a message keeps which is tried again ('retry') or dead ('dead').
-local function kept_by(box, entry, event)
-  local declared = limits_of(box, entry.of.task)
+local function kept_by(entry, event)
+  local declared = entry.declared
   return declared and (declared.blocks == 'dead' or declared.blocks == event) and OF_KEY or 0
 end
 
@@ -308,24 +323,27 @@ local function first_waiting(box, name, most)
   if box.none_wait then
     return {}
   end
-  return redis.call('ZRANGE', box.waits, '[' .. name, '(' .. name .. ':', 'BYLEX', 'LIMIT', 0, most)
+  local of = parts_of(name)
+  if not of.from then
+    of.from, of.to = '[' .. name, '(' .. name .. ':'
+  end
+  return redis.call('ZRANGE', box.waits, of.from, of.to, 'BYLEX', 'LIMIT', 0, most)
 end
 
-local function lacks_key(entry, declared)
-  return declared.limits_keys and entry.of.key and not holds(entry, OF_KEY)
+local function lacks_key(entry)
+  return entry.declared.limits_keys and entry.of.key and not HOLDS[entry.permits][OF_KEY]
 end
 
 -- Let a message get the permits that it lacks, as far as no other waits for them. Return nil if it has all of them, else its
 -- entry in `waits`, which the caller writes. `spot`: its place and its id.
-local function get_permits(box, entry, declared, spot)
+local function get_permits(box, entry, spot)
   while true do
-    local which = lacks_key(entry, declared) and OF_KEY or not holds(entry, OWN) and OWN
+    local which = lacks_key(entry) and OF_KEY or not HOLDS[entry.permits][OWN] and OWN
     if not which then
       return nil
     end
-    local name = entry.of[which]
-    local one, most, rate = bounds(box, entry.of, which)
-    local opens = opens_at(one, most, rate)
+    local name, one = entry.of[which], entry[which]
+    local opens = opens_at(one)
     if opens <= now and one.waits == nil then
       one.waits = first_waiting(box, name, 1)[1] ~= nil
     end
@@ -360,41 +378,40 @@ local function put(box, ready, waits)
   box.added = box.added + #ready / 2
 end
 
--- Let in messages that wait at a limiter first of all. Of each: the limiter's name, which permit it gives, the limits, and the
--- entry in `waits`.
-local function let_these_in(box, found)
+-- Let in messages that wait at a limiter first of all: their entries in `waits`, and the name of each one's limiter.
+local function let_these_in(box, members, names_of_them)
   local ids, gone, ready, waits, entries = {}, {}, {}, {}, {}
-  for i, one in ipairs(found) do
-    ids[i] = string.sub(one.member, string.len(one.name) + 22)
+  for i, member in ipairs(members) do
+    ids[i] = string.sub(member, string.len(names_of_them[i]) + 22)
   end
   local about = look_up('HMGET', box.more, fields('t', ids))
   for i, id in ipairs(ids) do
     entries[#entries + 1] = about[i] and read_entry(id, about[i]) or nil
   end
-  fetch_for(box, entries, true)
+  bind(box, entries)
   local at = 0
-  for i, one in ipairs(found) do
-    local name, declared = one.name, one.declared
-    local member
+  for i, was in ipairs(members) do
+    local name, member = names_of_them[i], nil
     if not about[i] then -- the message was deleted by hand
       box.dropped = box.dropped + 1
     else
       at = at + 1
-      local entry, spot = entries[at], string.sub(one.member, string.len(name) + 6)
-      if declared and (one.which == OF_KEY or not lacks_key(entry, declared)) then
-        local from = limiter(box, name)
+      local entry, spot = entries[at], string.sub(was, string.len(name) + 6)
+      local which = name == entry.of[OWN] and OWN or OF_KEY
+      if entry.declared and (which == OF_KEY or not lacks_key(entry)) then
+        local from = box.known[name]
         from.used, from.unclaimed, from.changed = from.used + 1, from.unclaimed + 1, true
-        entry.permits = entry.permits + one.which
+        entry.permits = entry.permits + which
       end
-      member = declared and get_permits(box, entry, declared, spot)
+      member = entry.declared and get_permits(box, entry, spot)
       if member then
         add_waiting(waits, member)
       else
         add_ready(ready, entry, spot)
       end
     end
-    if member ~= one.member then -- else it got the permit of its key, and waits where it did
-      gone[#gone + 1] = one.member
+    if member ~= was then -- else it got the permit of its key, and waits where it did
+      gone[#gone + 1] = was
     end
   end
   store(box, entries)
@@ -402,17 +419,15 @@ local function let_these_in(box, found)
   bulk('ZREM', box.waits, gone)
 end
 
--- Find those that wait at a limiter and may be let in now.
-local function look_at(box, name, found)
-  local of = parts_of(name)
-  local declared, which = limits_of(box, of.task), of.key and OF_KEY or OWN
-  local one, most, rate = bounds(box, of, which)
-  local opens = opens_at(one, most, rate)
+-- Find those that wait at a limiter and may be let in now: their entries in `waits`.
+local function look_at(box, name)
+  local one = box.known[name]
+  local most, rate, opens = one.limit.most, one.limit.rate, opens_at(one)
   if opens == NEVER then
-    return
+    return {}
   elseif box.budget <= 0 then
     open_at(box, name, now)
-    return
+    return {}
   end
   local wanted = math.min(100, box.budget, most and most - one.used or NEVER)
   if rate then
@@ -423,17 +438,15 @@ local function look_at(box, name, found)
   one.waits = members[1] ~= nil
   if one.waits and opens > now then
     open_at(box, name, opens)
-    return
-  end
-  for _, member in ipairs(members) do
-    found[#found + 1] = { name = name, which = which, declared = declared, member = member }
+    return {}
   end
   box.budget = box.budget - #members
   if #members < wanted then
     one.waits = nil
-  elseif which == OWN or not most or one.used + #members < most then
+  elseif not parts_of(name).key or not most or one.used + #members < most then
     box.touched[name] = true -- there may be more
   end
+  return members
 end
 
 -- The limiter of an entry in `waits`.
@@ -450,13 +463,20 @@ end
 -- Let in what the events of this call allow.
 function limits.let_in(box)
   while next(box.touched) do
-    local touched, found = box.touched, {}
+    local touched, unread, members, names_of_them = box.touched, {}, {}, {}
     box.touched = {}
-    fetch(box, touched)
     for name in pairs(touched) do
-      look_at(box, name, found)
+      known_limiter(box, name, unread)
     end
-    let_these_in(box, found)
+    read_limiters(box, unread)
+    for name in pairs(touched) do
+      for _, member in ipairs(look_at(box, name)) do
+        members[#members + 1], names_of_them[#members + 1] = member, name
+      end
+    end
+    if members[1] then
+      let_these_in(box, members, names_of_them)
+    end
   end
 end
 
@@ -577,14 +597,9 @@ end
 
 -- Let new messages that are due get permits, as far as their tasks have limits. What is returned is written by limits.add.
 function limits.get_permits(box, entries)
-  local limited = {}
+  bind(box, entries)
   for _, entry in ipairs(entries) do
-    limited[#limited + 1] = limits_of(box, entry.of.task) and entry or nil
-  end
-  fetch_for(box, limited, true)
-  for _, entry in ipairs(limited) do
-    entry.is_limited = true
-    entry.waits = get_permits(box, entry, limits_of(box, entry.of.task), entry.place .. entry.id)
+    entry.waits = entry.declared and get_permits(box, entry, entry.place .. entry.id)
   end
 end
 
@@ -610,10 +625,10 @@ function limits.put_new(box, entries)
   for _, entry in ipairs(entries) do
     if entry.waits then
       add_waiting(waits, entry.waits)
-    elseif entry.is_limited then
+    elseif entry.declared then
       add_ready(ready, entry, entry.place .. entry.id)
     end
-    put_here[entry.id] = entry.is_limited
+    put_here[entry.id] = entry.declared
   end
   put(box, ready, waits)
   return put_here
@@ -634,24 +649,24 @@ end
 
 -- Let a message that is due become ready, or wait at a limiter, if its task has limits; else return false.
 function limits.enter(box, entry, place)
-  local declared, ready, waits, spot = limits_of(box, entry.of.task), {}, {}, place .. entry.id
-  local member = declared and get_permits(box, entry, declared, spot)
+  local ready, waits, spot = {}, {}, place .. entry.id
+  local member = entry.declared and get_permits(box, entry, spot)
   if member then
     add_waiting(waits, member)
-  elseif declared then
+  elseif entry.declared then
     add_ready(ready, entry, spot)
   end
   store(box, { entry })
   put(box, ready, waits)
-  return declared ~= false
+  return entry.declared ~= false
 end
 
 -- A message has come back, or is moved. `ended` says from what: 'retry' an attempt, 'front' a delivery that was released, 'undone'
 -- a claim that counts for nothing, 'moved' from where it was pending; nil: a delay. Its entry, with the permits that it keeps.
 function limits.returned(box, id, about, ended)
-  local entry = read_entry(id, about)
+  local entry = bound_entry(box, id, about)
   if ended == 'retry' then
-    take_back(box, entry, kept_by(box, entry, 'retry'), true)
+    take_back(box, entry, kept_by(entry, 'retry'), true)
   elseif ended == 'front' then
     take_back(box, entry, OF_KEY, true)
   elseif ended == 'moved' then
@@ -663,9 +678,11 @@ end
 
 -- It is to be claimed again: see limits.enter.
 function limits.come_again(box, entry, place, ended)
+  local holds = HOLDS[entry.permits]
   for which = OF_KEY, OWN do
-    if holds(entry, which) then
-      local one, _, rate = bounds(box, entry.of, which)
+    if holds[which] then
+      local one = entry[which]
+      local rate = one.limit.rate
       one.unclaimed, one.changed = one.unclaimed + 1, true
       if ended == 'undone' and rate then
         one.spent = one.spent - rate.interval
@@ -678,7 +695,7 @@ end
 -- Let a message in flight belong to another task, if that has limits. Whether it did so: then it has no permits any more.
 function limits.set_task(box, id, task)
   local about = redis.call('HGET', box.more, 't' .. id)
-  local entry = about and read_entry(id, about)
+  local entry = about and bound_entry(box, id, about)
   if not entry or entry.of.task == task or not limits_of(box, task) then
     return false
   end
@@ -692,8 +709,8 @@ end
 
 -- A message dies. What is kept with it, as it keeps the permit of its key, or not.
 function limits.died(box, id, about, was_claimed)
-  local entry = read_entry(id, about)
-  take_back(box, entry, kept_by(box, entry, 'dead'), was_claimed)
+  local entry = bound_entry(box, id, about)
+  take_back(box, entry, kept_by(entry, 'dead'), was_claimed)
   local kept = text_of(entry)
   entry.permits = 0
   store(box, { entry }) -- the message has none any more
@@ -702,7 +719,7 @@ end
 
 -- The entry of a dead letter that is replayed, with another head.
 function limits.revived(box, id, about, place)
-  local entry = read_entry(id, about)
+  local entry = bound_entry(box, id, about)
   move(entry, limits.place_of(box, entry, place) or place)
   return entry
 end
@@ -711,7 +728,7 @@ end
 function limits.buried(box, id)
   local about = redis.call('HGET', box.dead_details, 't' .. id)
   if about then
-    take_back(box, read_entry(id, about), 0, true)
+    take_back(box, bound_entry(box, id, about), 0, true)
   end
 end
 
@@ -734,7 +751,7 @@ function limits.forget(box, ids, unclaimed)
   for i, id in ipairs(ids) do
     entries[#entries + 1] = found[i] and read_entry(id, found[i]) or nil
   end
-  fetch_for(box, entries)
+  bind(box, entries)
   for _, entry in ipairs(entries) do
     take_back(box, entry, 0, not unclaimed)
     members[#members + 1], members[#members + 2] = listed_at(entry)
@@ -748,23 +765,22 @@ end
 
 -- ------------------------------------------------------------------------------------------------------------ claims
 
-local function is_open(box, entry, which)
-  local one, most = bounds(box, entry.of, which)
-  return not most or one.used - one.unclaimed < most
+local function is_open(one)
+  return not one.limit.most or one.used - one.unclaimed < one.limit.most
 end
 
 -- Whether a message that is ready is claimed: nil. Else its entry in `waits`.
 local function refused(box, entry, spot)
-  local declared, member = limits_of(box, entry.of.task), nil
-  for _ = 1, declared and 2 or 0 do
-    if lacks_key(entry, declared) or holds(entry, OF_KEY) and not is_open(box, entry, OF_KEY) then
+  for _ = 1, entry.declared and 2 or 0 do
+    local holds, member = HOLDS[entry.permits], nil
+    if lacks_key(entry) or holds[OF_KEY] and not is_open(entry[OF_KEY]) then
       take_back(box, entry, 0, false)
-    elseif not (holds(entry, OWN) and is_open(box, entry, OWN)) then
+    elseif not (holds[OWN] and is_open(entry[OWN])) then
       take_back(box, entry, OF_KEY, false)
     else
       break
     end
-    member = get_permits(box, entry, declared, spot)
+    member = get_permits(box, entry, spot)
     if member then
       return member
     end
@@ -786,7 +802,7 @@ function limits.admitted(box, spots, most)
       entries[#entries + 1] = of_spot[i]
     end
   end
-  fetch_for(box, entries)
+  bind(box, entries)
   for i = 1, #ids do
     local spot = spots[2 * i - 1]
     local member = of_spot[i] and refused(box, of_spot[i], spot)
@@ -833,6 +849,9 @@ function limits.change(box, task, declared, paused, instead)
   end
   last_tick(box)
   box.defined[task], box.is_limited = nil, is_set or limits.all(box)[1] ~= nil
+  for name, one in pairs(box.known) do
+    one.limit = limit_of(box, name)
+  end
   if not box.is_limited then
     redis.call('HDEL', box.state, 'limits')
   end
@@ -871,7 +890,7 @@ function limits.clear(box)
     local scanned = redis.call('HSCAN', box.dead_details, cursor, 'MATCH', 't*', 'COUNT', 1000)
     for i = 1, #scanned[2], 2 do
       local entry = read_entry(string.sub(scanned[2][i], 2), scanned[2][i + 1])
-      if holds(entry, OF_KEY) then
+      if HOLDS[entry.permits][OF_KEY] then
         local one = limiter(box, entry.of[OF_KEY])
         one.used, one.changed = one.used + 1, true
       end
@@ -913,7 +932,7 @@ function limits.lose(box, found)
       notes[#notes + 1] = found[i + 1]
     end
     if string.sub(field, 1, 1) == 't' and redis.call('HEXISTS', box.messages, string.sub(field, 2)) == 0 then
-      take_back(box, read_entry(string.sub(field, 2), found[i + 1]), 0, false)
+      take_back(box, bound_entry(box, string.sub(field, 2), found[i + 1]), 0, false)
     end
   end
   return notes
