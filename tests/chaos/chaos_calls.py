@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 from itertools import islice, pairwise, takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
-from chaos_plan import CONCURRENCY, KEY_CONCURRENCY, MOST_IN_FLIGHT, RATE, Limited
+from chaos_plan import CONCURRENCY, KEY_CONCURRENCY, MOST_IN_FLIGHT, Limited
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from chaos_judge import Life, Run
+
+    from mainspring import Rate
 
 TOLERANCE = 0.1
 """Seconds by which the clocks and granularities of leases may differ."""
@@ -43,7 +45,10 @@ class Tick(NamedTuple):
 
 @dataclass
 class Due:
-    """The ticks of one schedule that have to have a call: from the first one to the one before ``end``."""
+    """The ticks of one schedule that have to have a call: from the first one to the one before ``end``.
+
+    It may have ticked before the first: a declared one, before it was looked at. Such a tick has at most one call.
+    """
 
     first: float
     period: int
@@ -66,7 +71,7 @@ class Most:
 
 
 def judge_ticks(due: Mapping[str, Due], runs: Iterable[Run]) -> Iterator[str]:
-    """What is wrong with the ticks: each that was due has one call, whose handler has run, and no other tick has any."""
+    """What is wrong with the ticks: each that was due has one call, whose handler has run, and no other time has any."""
     calls: defaultdict[tuple[str, int], set[str]] = defaultdict(set)
     done: set[tuple[str, int]] = set()
     for run in runs:
@@ -81,7 +86,8 @@ def judge_ticks(due: Mapping[str, Due], runs: Iterable[Run]) -> Iterator[str]:
         yield f"ticks undone: {len(undone)} ticks have a call that was never done: {_some(undone)}"
     if doubled := {tick for tick, messages in calls.items() if len(messages) > 1}:
         yield f"ticks doubled: {len(doubled)} ticks have several calls: {_some(doubled)}"
-    if others := calls.keys() - wanted:
+    first = {name: _named(name, each.first)[1] for name, each in due.items()}
+    if others := {(name, at) for name, at in calls.keys() - wanted if name not in first or at >= first[name]}:
         yield f"ticks undue: {len(others)} calls are of no tick that was due: {_some(others)}"
 
 
@@ -89,7 +95,7 @@ def _named(schedule: str, tick: float) -> tuple[str, int]:
     return schedule, round(tick * 1_000)  # an interval's ticks need not be whole seconds
 
 
-def judge_limits(runs: Sequence[Run], lives: Mapping[str, Life], lease: float) -> Most:
+def judge_limits(runs: Sequence[Run], lives: Mapping[str, Life], lease: float, rate: Rate) -> Most:
     """How many calls were in flight at once, and where that were too many, too early or out of order."""
     found = Most()
     by_key: defaultdict[tuple[str, str], list[Run]] = defaultdict(list)
@@ -109,7 +115,7 @@ def judge_limits(runs: Sequence[Run], lives: Mapping[str, Life], lease: float) -
             found.broken.append(f"limit: {at_once} calls of {what} were in flight at {when:.3f}, at most {most} may be")
     for each in ordered:
         found.broken += out_of_order(each, lease)
-    found.broken += too_often(_of(Limited.RATE, calls))
+    found.broken += too_often(_of(Limited.RATE, calls), rate)
     return found
 
 
@@ -148,7 +154,7 @@ def out_of_order(runs: Iterable[Run], lease: float) -> Iterator[str]:
             yield f"order: call {run.call.number} of key {run.call.key} began after call {before.call.number} ({before}; {run})"
 
 
-def too_often(runs: Iterable[Run]) -> Iterator[str]:
+def too_often(runs: Iterable[Run], rate: Rate) -> Iterator[str]:
     """Where more calls were claimed in a time than the rate lets begin. A claim was between ``leased`` and ``begun``."""
     known = sorted((run.leased, run.begun) for run in runs if run.leased is not None)
     worst, said = 0.0, ""
@@ -156,7 +162,7 @@ def too_often(runs: Iterable[Run]) -> Iterator[str]:
         later = takewhile(lambda claim, since=since: claim[0] - since < WINDOW, islice(known, place, None))
         until = sorted(begun for _, begun in later if begun - since < WINDOW)
         for count, end in enumerate(until, 1):
-            over = count - RATE.burst - (end - since + TOLERANCE) / RATE.interval
+            over = count - rate.burst - (end - since + TOLERANCE) / rate.interval
             if over > worst:
                 worst, said = over, f"rate: {count} calls were claimed in {end - since:.3f} s as of {since:.3f}"
     if said:

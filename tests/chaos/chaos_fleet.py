@@ -78,7 +78,7 @@ class Fleet:
         self.faults: dict[Kind, int] = dict.fromkeys(backend.kinds, 0)
         self.history = History(
             backend.name, settings.lease, settings.shutdown_budget, forgets=backend.forgets, two_steps=backend.two_steps,
-            limits=backend.limits, must_claim_ahead=settings.must_claim_ahead,
+            rate=settings.rate if backend.limits else None, must_claim_ahead=settings.must_claim_ahead,
         )  # fmt: skip
         self._chance = random.Random(f"{settings.seed} victims")
         self._mark = secrets.token_hex(8)
@@ -417,7 +417,7 @@ class Fleet:
         async def handle(job: Job | str, ctx: Context) -> None:
             """No loop runs here."""
 
-        return tasks_on(open_mailbox(self._direct(CALLS), **self._options), handle)
+        return tasks_on(open_mailbox(self._direct(CALLS), **self._options), self.settings, handle)
 
     async def _look_at_the_end(self) -> None:
         history = self.history

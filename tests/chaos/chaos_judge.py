@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from chaos_calls import Call, Due, Tick
 
+    from mainspring import Rate
+
 FORGETFUL = 130.0
 """Seconds of removals that a server may forget that writes them to its disk every two minutes."""
 KILLED = -signal.SIGKILL
@@ -103,8 +105,8 @@ class History:
     """Whether a message is handed back with a delay in two steps: who is killed between them leaves two copies."""
     patience: float = 10.0
     """How much longer than its budget a shutdown may take where the machine has much else to do."""
-    limits: bool = False
-    """Whether it keeps the limits of tasks."""
+    rate: Rate | None = None
+    """That of the task that has one; None: it keeps no limits."""
     must_claim_ahead: bool = False
     """Whether there was enough to do that takes no time, so that loops must have claimed ahead."""
     given_back: int = 0
@@ -159,8 +161,9 @@ def judge(history: History) -> Verdict:
     _runs_explained(history, verdict)
     _claimed_ahead(history, verdict)
     verdict.broken += judge_ticks(history.due, history.runs)
-    if history.limits:
-        most = judge_limits(history.runs, {life.name: life for life in history.lives}, history.lease)
+    if history.rate is not None:
+        lives = {life.name: life for life in history.lives}
+        most = judge_limits(history.runs, lives, history.lease, history.rate)
         verdict.at_once = most.at_once
         verdict.broken += most.broken
     for life in history.lives:

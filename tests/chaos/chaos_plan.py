@@ -66,6 +66,8 @@ class Settings:
     """How many messages may wait before the senders pause."""
     burst: int = 500
     """Of as many jobs in a row none takes time, of the next ones each does."""
+    per_second: int = 16
+    """How many calls of the task with a rate may begin in a second: fewer than are sent while its calls are sent."""
     must_claim_ahead: bool = True
     """Whether it counts as broken if no loop claims ahead. A run of seconds can be over before the backlog is long enough."""
 
@@ -78,6 +80,11 @@ class Settings:
     def deadline(self) -> float:
         """What the whole may take: many times what it takes where nothing is wrong."""
         return 120 + self.messages / 25 + 40 * self.each
+
+    @property
+    def rate(self) -> Rate:
+        """The rate of the task that has one."""
+        return Rate(self.per_second, 1, burst=2)
 
     def handlers(self, slot: int) -> int:
         """How many handlers a worker has at once. Each event loop has workers of both kinds."""
@@ -93,7 +100,7 @@ LARGE = 25
 
 
 class Limited(StrEnum):
-    """The tasks. Of the jobs a quarter are calls of them; the others are messages of a plain mailbox."""
+    """The tasks. A quarter of the jobs are calls of them; the others are messages of a plain mailbox."""
 
     TASK = "limited"
     """At most ``CONCURRENCY`` run at once."""
@@ -106,11 +113,12 @@ class Limited(StrEnum):
 
 CONCURRENCY = 3
 KEY_CONCURRENCY = 2
-RATE = Rate(100, 1, burst=5)
-MOST_IN_FLIGHT = 8
+MOST_IN_FLIGHT = 6
 """How many calls of all tasks together run at once."""
+IN_A_ROW = 200
+"""Of as many jobs in a row all calls are of one task, so that they have to wait for its limits."""
 KEYS = 2
-"""How many keys the calls of each sender have."""
+"""How many keys the calls of a task have that each sender sends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,13 +151,14 @@ def job(settings: Settings, number: int) -> tuple[Job, float]:
     fate = chance.choices(list(Fate), (0.985, 0.0125, 0.0025))[0]
     # A few take longer than a lease: they live by its renewal.
     takes = 1.25 * settings.lease if chance.random() < 0.003 else chance.expovariate(1 / settings.takes)
-    task = list(Limited)[number // 8 % len(Limited)] if number % 8 in (2, 5) else None
+    task = list(Limited)[number // IN_A_ROW % len(Limited)] if number % 8 in (2, 5) else None
     if number // settings.burst % 2 and task is None:
         takes = 0.0
     delay = chance.uniform(0.05, 0.5) if chance.random() < 0.02 else 0.0
     if task is Limited.ORDER:
         delay = 0.0  # a delayed call takes its place in the order when its delay is over
-    key = "" if task is None else f"{number % settings.senders}-{number // 32 % KEYS}"
+    # The calls of Limited.KEYS have one key of each sender: of more keys none would have to wait.
+    key = "" if task is None else f"{number % settings.senders}-{0 if task is Limited.KEYS else number // 8 % KEYS}"
     return Job(number, fate, min(takes, 1.25 * settings.lease), _data(number), task, key), delay
 
 

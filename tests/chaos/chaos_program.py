@@ -144,7 +144,7 @@ async def work(setup: Setup, name: str) -> int:
         "dead_letter": DeadLetterPolicy(max_attempts=ATTEMPTS, max_crashes=ATTEMPTS),
     }
     of_loop: Any = {"concurrency": handlers, "visibility_timeout": settings.lease, "wait_time_seconds": 5}
-    tasks = tasks_on(setup.calls(), handle_call, **policies)
+    tasks = tasks_on(setup.calls(), settings, handle_call, **policies)
     declare(tasks)
     loop = MainLoop(setup.mailbox(), handle, **of_loop, **policies)
     of_tasks = tasks.loop(**of_loop)
@@ -214,7 +214,7 @@ async def send(setup: Setup, name: str) -> int:
     """Send this sender's share."""
     settings = setup.settings
     numbers = range(int(name.rpartition("-")[2]), settings.messages, settings.senders)
-    mailbox, tasks = setup.mailbox(), tasks_on(setup.calls(), _no_handler)
+    mailbox, tasks = setup.mailbox(), tasks_on(setup.calls(), settings, _no_handler)
     async with AsyncExitStack() as stack:
         for opened in (mailbox, tasks):
             await _opened(opened, stack)

@@ -23,8 +23,9 @@ def full(messages: int, seed: int) -> Settings:
 def short(messages: int, seed: int) -> Settings:
     """Those of a run of seconds: the handlers take longer, so that the faults find somebody at work."""
     return Settings(
-        messages, seed, each=3, concurrency=8, takes=0.05, ahead=300, quiet=60, burst=250, must_claim_ahead=False
-    )
+        messages, seed, each=3, concurrency=8, takes=0.05, ahead=300, quiet=60, burst=250, per_second=8,
+        must_claim_ahead=False,
+    )  # fmt: skip
 
 
 async def one(backend: Backend, settings: Settings, directory: Path) -> Outcome:

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from chaos_plan import CONCURRENCY, KEY_CONCURRENCY, MOST_IN_FLIGHT, RATE, SCHEDULES, Job, Limited
+from chaos_plan import CONCURRENCY, KEY_CONCURRENCY, MOST_IN_FLIGHT, SCHEDULES, Job, Limited
 
 from mainspring import Context, Schedule, Tasks
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from chaos_plan import Ticking
+    from chaos_plan import Settings, Ticking
 
     from mainspring import DeadLetterPolicy, Mailbox, RetryPolicy
 
-LIMITS: dict[Limited, dict[str, Any]] = {
+_LIMITS: dict[Limited, dict[str, Any]] = {
     Limited.TASK: {"concurrency": CONCURRENCY},
     Limited.KEYS: {"key_concurrency": KEY_CONCURRENCY},
-    Limited.RATE: {"rate": RATE},
     Limited.ORDER: {"ordered": True},
 }
 NOTE = "note"
@@ -27,6 +26,7 @@ NOTE = "note"
 
 def tasks_on(
     mailbox: Mailbox[Any, Any],
+    settings: Settings,
     handle: Callable[[Job | str, Context], Awaitable[None]],
     *,
     retry: RetryPolicy | None = None,
@@ -42,7 +42,8 @@ def tasks_on(
     async def note(ctx: Context, schedule: str) -> None:
         await handle(schedule, ctx)
 
-    for name, options in LIMITS.items():
+    for name in Limited:
+        options = {"rate": settings.rate} if name is Limited.RATE else _LIMITS[name]
         tasks.task(name=name, key="key", **(options if limits else {}))(work)
     tasks.task(name=NOTE)(note)
     return tasks

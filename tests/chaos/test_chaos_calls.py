@@ -7,9 +7,12 @@ from dataclasses import replace
 import pytest
 from chaos_calls import Call, Due, Tick
 from chaos_judge import History, Life, Run, judge
-from chaos_plan import CONCURRENCY, KEY_CONCURRENCY, MOST_IN_FLIGHT, RATE, Limited
+from chaos_plan import CONCURRENCY, KEY_CONCURRENCY, MOST_IN_FLIGHT, Limited
+
+from mainspring import Rate
 
 LEASE = 2.0
+RATE = Rate(100, 1, burst=5)
 
 
 def run(message, begun, *, lasts=0.1, process="worker-1-0", **known):
@@ -24,7 +27,7 @@ def broken(*runs, lives=(), **known):
         name: Life(name, 0.0, 0.5, terminated=100.0, ended=101.0, status=0) for name in ("worker-1-0", "worker-1-1")
     }
     there |= {life.name: life for life in lives}
-    told = History("a store", LEASE, 7.0, runs=list(runs), lives=list(there.values()), **{"limits": True, **known})
+    told = History("a store", LEASE, 7.0, runs=list(runs), lives=list(there.values()), **{"rate": RATE, **known})
     return [line.partition(":")[0] for line in judge(told).broken]
 
 
@@ -71,7 +74,13 @@ def test_a_tick_with_two_calls_is_found():
     assert broken(*ticked(10.5, 12.5, 14.5), twice, due=DUE) == ["ticks doubled"]
 
 
-@pytest.mark.parametrize("tick", [("s", 13.0), ("s", 8.5), ("s", 16.5), ("t", 12.5)])
+def test_a_tick_from_before_it_was_looked_at_breaks_nothing_unless_it_has_two_calls():
+    early, other = ticked(8.5), run("another", 8.6, tick=Tick("s", 8.5))
+    assert broken(*early, *ticked(10.5, 12.5, 14.5), due=DUE) == []
+    assert broken(*early, other, *ticked(10.5, 12.5, 14.5), due=DUE) == ["ticks doubled"]
+
+
+@pytest.mark.parametrize("tick", [("s", 13.0), ("s", 16.5), ("t", 12.5)])
 def test_a_call_of_a_tick_that_was_not_due_is_found(tick):
     other = run("other", 12.6, tick=Tick(*tick))
     assert broken(*ticked(10.5, 12.5, 14.5), other, due=DUE) == ["ticks undue"]
@@ -100,7 +109,7 @@ LIMITS = [
 def test_one_call_more_at_once_than_the_limit_is_found(task, most, keys):
     assert broken(*calls(task, most, keys=keys)) == []
     assert broken(*calls(task, most + 1, keys=keys + (keys > 1))) == ["limit"]
-    assert broken(*calls(task, most + 1, keys=keys), limits=False) == []
+    assert broken(*calls(task, most + 1, keys=keys), rate=None) == []
 
 
 def test_ticks_count_for_the_limit_of_the_mailbox():

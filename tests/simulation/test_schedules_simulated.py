@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
+from datetime import datetime, timedelta
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
+from zoneinfo import ZoneInfo
 
 import anyio
 import pytest
 
 from mainspring import Context, InMemoryMailbox, LoopGroup, Schedule, Tasks
-from mainspring.core.clock import VIRTUAL_EPOCH
+from mainspring.core.clock import VIRTUAL_EPOCH, own_wall_clock
+from mainspring.tasks.schedule_times import Times
 from mainspring.testing import Faults, Simulation
 from wrapped_backend import WrappedBackend, wrap
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from mainspring.mailbox.message import Envelope
     from mainspring.mailbox.records import RecordWrite
@@ -61,7 +65,9 @@ async def no_more(mailbox: Any, number: int) -> None:
     """Send nothing: the schedules do."""
 
 
-def run(seed: int, faults: Faults) -> tuple[Counter[tuple[str, str]], str]:
+def run(
+    seed: int, faults: Faults, build: Callable[[Any], LoopGroup] = build, begins: datetime = VIRTUAL_EPOCH
+) -> tuple[Counter[tuple[str, str]], str]:
     stores: list[Sent] = []
 
     def store() -> InMemoryMailbox[Any, Any]:
@@ -69,7 +75,10 @@ def run(seed: int, faults: Faults) -> tuple[Counter[tuple[str, str]], str]:
         stores.append(made.backend)  # type: ignore[arg-type]
         return made
 
-    report = Simulation(seed=seed, duration=DURATION, workers=3, faults=faults, send=no_more, store=store).run(build)
+    simulation = Simulation(seed=seed, duration=DURATION, workers=3, faults=faults, send=no_more, store=store)
+    with own_wall_clock() as wall:
+        wall.seconds = (begins - VIRTUAL_EPOCH).total_seconds()
+        report = simulation.run(build)
     report.check()
     return Counter(stores[-1].ticks), str(report)
 
@@ -97,6 +106,44 @@ def test_a_wall_clock_that_jumps_sends_early_and_none_twice() -> None:
     ticks, report = run(3, Faults.just(clock_jump=10, crash=5))
     assert max(ticks.values()) == 1, report
     assert len(ticks) >= DURATION / EVERY, report
+
+
+LINES = ("*/5 * * * *", "*/20 1,2,3 * * *", "10,50 1-3 * * *")
+CHANGES = [
+    ("Europe/Berlin", "2000-03-26T01:00+00:00"),  # 02:00 is 03:00
+    ("Europe/Berlin", "2000-10-29T01:00+00:00"),  # 03:00 is 02:00
+    ("America/New_York", "2000-04-02T07:00+00:00"),
+    ("America/New_York", "2000-10-29T06:00+00:00"),
+    ("Australia/Lord_Howe", "2000-08-26T15:30+00:00"),  # 02:00 is 02:30
+    ("Australia/Lord_Howe", "2000-03-25T15:00+00:00"),  # 02:00 is 01:30
+]
+
+
+def build_in(zone: str, mailbox: Any) -> LoopGroup:
+    """A program whose schedules follow the clocks of a zone."""
+    tasks = Tasks(mailbox)
+
+    @tasks.task
+    async def note(ctx: Context) -> None:
+        await anyio.sleep(5)
+
+    for line in LINES:
+        tasks.cron(line, note, name=line, tz=zone, misfire="all")
+    return LoopGroup([tasks.loop(concurrency=5)])
+
+
+@pytest.mark.own_time(20)
+@pytest.mark.parametrize(("zone", "change"), CHANGES)
+def test_each_tick_is_sent_once_by_a_fleet_in_trouble_while_the_clocks_change(zone: str, change: str) -> None:
+    changes = datetime.fromisoformat(change)
+    begins, ends = changes - timedelta(minutes=15), changes - timedelta(minutes=15) + timedelta(seconds=DURATION)
+    assert begins.astimezone(ZoneInfo(zone)).utcoffset() != ends.astimezone(ZoneInfo(zone)).utcoffset()
+    sent, report = run(1, TROUBLE, partial(build_in, zone), begins)
+    for line in LINES:
+        found = sorted(datetime.fromisoformat(at).timestamp() for name, at in sent.elements() if name == line)
+        due = Times(line, tz=zone).earliest(found[0], ends.timestamp() - 120, 1_000)
+        assert found[: len(due)] == due, report
+        assert found[0] < changes.timestamp() + 3_600
 
 
 @pytest.mark.slow

@@ -127,9 +127,10 @@ _skew: ContextVar[WallSkew | None] = ContextVar("mainspring_wall_skew", default=
 def own_wall_clock() -> Iterator[WallSkew]:
     """Give this block and the tasks started in it a wall clock of their own, which can jump, under a virtual clock.
 
-    Setting ``seconds`` of what it yields moves that clock only; durations and deadlines do not follow a wall clock.
+    It begins as that of the code around it. Setting ``seconds`` of what it yields moves that clock only; durations and
+    deadlines do not follow a wall clock.
     """
-    skew = WallSkew()
+    skew = WallSkew(_wall_ahead())
     token = _skew.set(skew)
     try:
         yield skew
