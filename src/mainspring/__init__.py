@@ -109,6 +109,7 @@ if TYPE_CHECKING:
     from mainspring.tasks.dependencies import Depends as Depends
     from mainspring.tasks.dependencies import Provided as Provided
     from mainspring.tasks.job import Job as Job
+    from mainspring.tasks.registry import TaskRouter as TaskRouter
     from mainspring.tasks.schedules import Schedule as Schedule
     from mainspring.tasks.schedules import ScheduleStatus as ScheduleStatus
     from mainspring.tasks.task import Task as Task
@@ -189,6 +190,7 @@ _HOMES = {
     "tasks.job": ("Job",),
     "tasks.schedules": ("Schedule", "ScheduleStatus"),
     "tasks.task": ("Task",),
+    "tasks.registry": ("TaskRouter",),
     "tasks.tasks": ("Tasks",),
     "threads.loop_thread": ("LoopThread",),
     "runtime.shutdown_report": ("ShutdownReport",),

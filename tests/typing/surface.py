@@ -47,6 +47,7 @@ from mainspring import (
     Session,
     ShutdownCoordinator,
     ShutdownReport,
+    TaskRouter,
     Tasks,
     Ticket,
     Verdict,
@@ -424,6 +425,27 @@ async def lifecycle() -> None:
 # ------------------------------------------------------------------------------------------------------------------ tasks
 
 tasks = Tasks("sqlite:///jobs.db?name=jobs", retry=RetryPolicy(factor=3))
+
+
+router = TaskRouter()
+tasks.include(router)
+
+
+@router.task
+async def greet(to: str) -> int:
+    return len(to)
+
+
+@router.task(timeout=60)
+async def greet_in_time(ctx: Context, to: str) -> int:
+    return len(to)
+
+
+async def send_of_a_router() -> None:
+    greeted: SentJob[int] = await greet.send("ann")
+    assert_type(await greet_in_time.send("ann"), SentJob[int])
+    assert_type(await greeted.result(), int)
+    await greet.send(5)  # type: ignore[arg-type]
 
 
 @tasks.task

@@ -41,21 +41,27 @@ class LimitOptions:
 
     weight: Any = None
 
-    def checked(self, name: str, key: Any, mailbox: Mailbox[Any, Any]) -> TaskLimits:
+    @property
+    def _said(self) -> list[str]:
+        return [field.name for field in fields(self) if getattr(self, field.name) not in (None, False)]
+
+    @property
+    def first(self) -> str | None:
+        """The name of the first option that is given."""
+        return next(iter(self._said), None)
+
+    def checked(self, name: str, key: Any) -> TaskLimits:
         """Return the limits that the options mean.
 
-        :raises ConfigError: an option is invalid or lacks its key, or the mailbox keeps no limits.
+        :raises ConfigError: an option is invalid or lacks its key.
         """
-        said = [field.name for field in fields(self) if getattr(self, field.name) not in (None, False)]
-        if said:
-            check_limited(f"task {name}: {said[0]}", mailbox)
         for option in ("concurrency", "key_concurrency"):
             check_concurrency(f"task {name}: {option}", getattr(self, option))
         if not isinstance(self.ordered, bool | str) or self.ordered not in _ORDERED:
             raise ConfigError(
                 f"task {name}: ordered must be True or False, 'running', 'retry' or 'dead', not {self.ordered!r}"
             )
-        for option in said:
+        for option in self._said:
             if option in _OF_KEYS and key is None:
                 raise needs_key(name, option)
         blocks = _ORDERED[self.ordered]

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from mainspring.mailbox.limiters import TaskLimits
+    from mainspring.mailbox.mailbox import Mailbox
     from mainspring.offload.pool import OffloadPool
     from mainspring.policies import DeadLetterPolicy, RetryPolicy
     from mainspring.runtime.deadline import Deadline, Inherited
@@ -70,6 +71,8 @@ class TaskOptions:
     limits: TaskLimits = UNLIMITED
     debounce: Debounce | None = None
     aliases: tuple[str, ...] = ()
+    limited_by: str | None = None
+    """The first of its options that only a mailbox with limits can keep."""
 
     @property
     def is_limited(self) -> bool:
@@ -114,6 +117,35 @@ USUAL = SendOptions()
 """How a call is sent of which nothing is said."""
 
 
+class NoTasks:
+    """Stands for the :class:`Tasks` of a router's tasks until there is one, and hands on what is asked of that then."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.tasks: Tasks | None = None
+        self._made: list[Task[..., Any]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if self.tasks is None:
+            raise ConfigError(
+                f"the router {self.name!r} is included in no Tasks yet, so its tasks have no mailbox: tasks.include(router)"
+            )
+        return getattr(self.tasks, name)
+
+    def add(self, task: Task[..., Any]) -> None:
+        """Note a task, or a form of it with other options."""
+        self._made.append(task)
+
+    def included_in(self, tasks: Tasks) -> None:
+        """Let all tasks that were made belong to ``tasks``, or none, where the mailbox lacks what one needs."""
+        for task in self._made:
+            task.check_capabilities(tasks.mailbox)
+        for task in self._made:
+            task.belong_to(tasks)
+        self.tasks = tasks
+        self._made.clear()
+
+
 class Task(Generic[P, R]):
     """A function of a :class:`~mainspring.tasks.tasks.Tasks`. Called, it runs here and now, as if it were no task.
 
@@ -124,7 +156,7 @@ class Task(Generic[P, R]):
 
     def __init__(
         self,
-        tasks: Tasks,
+        tasks: Tasks | NoTasks,
         name: str,
         fn: Callable[..., Any],
         parameters: Parameters,
@@ -132,7 +164,6 @@ class Task(Generic[P, R]):
         sending: SendOptions,
     ) -> None:
         update_wrapper(self, fn, updated=())  # an object that is called may have attributes of any name
-        self.tasks = tasks
         self.name = name
         self.fn = fn
         self.parameters = parameters
@@ -141,17 +172,32 @@ class Task(Generic[P, R]):
         """True if a record says which call stands for a key."""
         self.has_key = sending.key is not None or options.key is not None
         """True if its calls have a key, and so a share and the limits of it."""
-        self._check_capabilities(sending)
         self.sending = USUAL if sending == USUAL else sending
         self._headers = sending.own_headers
         self.head = head(name)
         """How the JSON of each of its calls begins."""
         self.is_async = is_async(fn)
-        self.senders = overriding((*tasks.middleware, *options.middleware), "sending")
+        self.tasks: Tasks
+        self.senders: tuple[Middleware, ...] = ()
         """The middleware that is entered for each send."""
-        self._is_simple = not (self.senders or self.stands_for_key or options.is_limited)
+        self._is_simple = False
         """True if nothing is to be done for a send but to store the message."""
         self._result_codec: Codec | None = None
+        if isinstance(tasks, NoTasks):
+            self.tasks = cast("Tasks", tasks)
+            tasks.add(self)
+        else:
+            self.belong_to(tasks)
+
+    def belong_to(self, tasks: Tasks) -> None:
+        """Let its calls go to the mailbox of ``tasks``, inside of its middleware.
+
+        :raises ConfigError: the mailbox cannot do what an option needs.
+        """
+        self.check_capabilities(tasks.mailbox)
+        self.tasks = tasks
+        self.senders = overriding((*tasks.middleware, *self.handling.middleware), "sending")
+        self._is_simple = not (self.senders or self.stands_for_key or self.handling.is_limited)
 
     def __call__(self, *args: P.args, **keywords: P.kwargs) -> Any:
         """Call the function itself. Its context, too, is an argument of the caller."""
@@ -432,13 +478,17 @@ class Task(Generic[P, R]):
             return self.sending.dedup_key
         return key_of(self, call)
 
-    def _check_capabilities(self, how: SendOptions) -> None:
+    def check_capabilities(self, mailbox: Mailbox[Any, Any]) -> None:
+        """Raise :class:`ConfigError` if its options exclude each other, or need what the mailbox cannot do."""
+        how = self.sending
+        if self.handling.limited_by is not None:
+            check_limited(f"task {self.name}: {self.handling.limited_by}", mailbox)
         option = "result_ttl" if how.result_ttl else "unique" if not isinstance(how.unique, bool) else "debounce"
         needs = ("records", "lookup") if self.stands_for_key else ("records",) if how.result_ttl else ()
         for need in needs:
-            if not getattr(self.tasks.mailbox.capabilities, need):
+            if not getattr(mailbox.capabilities, need):
                 raise ConfigError(
-                    f"task {self.name}: {option} needs a mailbox with Capabilities.{need}, not {self.tasks.mailbox!r}"
+                    f"task {self.name}: {option} needs a mailbox with Capabilities.{need}, not {mailbox!r}"
                 )
         if self.stands_for_key and (how.connection is not None or how.dedup_key is not None):
             raise ConfigError(
