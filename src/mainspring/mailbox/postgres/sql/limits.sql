@@ -25,15 +25,10 @@ BEGIN
     )) THEN 1 ELSE 0 END;
 END $$;
 
-CREATE OR REPLACE FUNCTION mainspring.waits_at(box integer, of_task text, of_key text) RETURNS boolean
-LANGUAGE plpgsql AS $$
--- True if a message waits at the limiter of the key, or (NULL) of the task. Its callers fix its plan, as that of `use_of_key`.
+CREATE OR REPLACE FUNCTION mainspring.waits_at(box integer, of_task text) RETURNS boolean LANGUAGE plpgsql AS $$
+-- True if a message waits at the limiter of the task. Its callers fix its plan.
 BEGIN
-    IF of_key IS NULL THEN
-        RETURN EXISTS (SELECT FROM mainspring.messages m WHERE m.mailbox = box AND m.task = of_task AND m.state = 4);
-    END IF;
-    RETURN EXISTS (
-        SELECT FROM mainspring.messages m WHERE m.mailbox = box AND m.task = of_task AND m.state = 3 AND m.task_key = of_key);
+    RETURN EXISTS (SELECT FROM mainspring.messages m WHERE m.mailbox = box AND m.task = of_task AND m.state = 4);
 END $$;
 
 CREATE OR REPLACE FUNCTION mainspring.free_permits(box integer, tasks text[], keys text[]) RETURNS void
@@ -49,8 +44,12 @@ BEGIN
         IF EXISTS (SELECT FROM mainspring.task_limits l WHERE l.mailbox = box AND l.task = '') THEN
             freed := cardinality(tasks);
         ELSE
-            SELECT count(*) INTO freed FROM unnest(tasks, keys) AS f (task, key)
-                WHERE mainspring.waits_at(box, f.task, NULL) OR mainspring.waits_at(box, f.task, f.key);
+            SELECT count(*) INTO freed FROM unnest(tasks, keys) AS f (task, key) WHERE (
+                SELECT true FROM mainspring.messages m WHERE m.mailbox = box AND m.task = f.task AND m.state = 4 LIMIT 1
+            ) OR (
+                SELECT true FROM mainspring.messages m
+                WHERE m.mailbox = box AND m.task = f.task AND m.state = 3 AND m.task_key = f.key LIMIT 1
+            );
         END IF;
         IF freed > 0 THEN
             PERFORM pg_notify('mainspring', box || ' ' || freed);
@@ -102,53 +101,30 @@ BEGIN
     RETURN mainspring.room_at(most, coalesce(used, 0), l.rate_burst, l.rate_per / l.rate_limit, l.spent_until, at);
 END $$;
 
-CREATE OR REPLACE FUNCTION mainspring.use_of_key(
-    box integer, of_task text, of_key text, of_rank integer, of_pos bigint, OUT in_flight bigint, OUT kept bigint,
-    OUT let_in bigint, OUT dead bigint, OUT spent_until float8, OUT is_later boolean
-) LANGUAGE plpgsql AS $$
--- How many messages of a key have its permit: in flight, kept, let in, dead; the instant up to which its rate is spent; and
--- whether another message of the key is before that place, in line or at the limiter of the key. Its callers fix its plan: a
--- function's settings cost more than a read by an index, and this one is called for each key.
-DECLARE in_line smallint := 0;  -- see `last_place`
-BEGIN
-    SELECT count(*) FILTER (WHERE p.permits = 3), count(*) FILTER (WHERE p.permits = 1), count(*) FILTER (WHERE p.permits = 5), (
-        SELECT count(*) FROM mainspring.dead d
-        WHERE d.mailbox = box AND d.task = of_task AND d.task_key = of_key AND d.permits > 0
-    ), (
-        SELECT r.spent_until FROM mainspring.key_rates r WHERE r.mailbox = box AND r.task = of_task AND r.key = of_key
-    ), coalesce((
-        SELECT true FROM mainspring.messages m WHERE m.mailbox = box AND m.task = of_task AND m.state = in_line
-            AND m.task_key = of_key AND m.rank = of_rank AND m.pos < of_pos LIMIT 1
-    ), (
-        SELECT true FROM mainspring.messages m WHERE m.mailbox = box AND m.task = of_task AND m.state = 3
-            AND m.task_key = of_key AND (m.rank, m.pos) < (of_rank, of_pos) LIMIT 1
-    ), false) INTO in_flight, kept, let_in, dead, spent_until, is_later
-    FROM mainspring.messages p WHERE p.mailbox = box AND p.task = of_task AND p.permits > 0 AND p.task_key = of_key;
-END $$;
-
 CREATE OR REPLACE FUNCTION mainspring.set_openings(box integer, tasks text[], keys text[], at float8) RETURNS void
-LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off AS $$
+LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off
+SET enable_mergejoin = off SET jit = off SET plan_cache_mode = force_generic_plan AS $$
 -- Note when the rates of these limiters (a task's own: no key) allow the next message, where one waits.
-DECLARE
-    one record;
-    l mainspring.task_limits;
 BEGIN
-    FOR one IN SELECT DISTINCT g.task, g.key FROM unnest(tasks, keys) AS g (task, key) LOOP
-        SELECT t.* INTO l FROM mainspring.task_limits t WHERE t.mailbox = box AND t.task = one.task;
-        IF one.key IS NULL AND l.rate_limit IS NOT NULL THEN
-            UPDATE mainspring.task_limits t SET opens_at = CASE WHEN mainspring.waits_at(box, one.task, NULL) THEN mainspring.opens_at(l.rate_burst, l.rate_per / l.rate_limit, l.spent_until,
-                    (SELECT u.let_in FROM mainspring.use_of_task(box, one.task) AS u), at) END
-                WHERE t.mailbox = box AND t.task = one.task;
-        ELSIF one.key IS NOT NULL AND l.key_rate_limit IS NOT NULL THEN
-            UPDATE mainspring.key_rates r SET waits = n.opens IS NOT NULL, due = coalesce(n.opens, n.spent_until)
-                FROM (
-                    SELECT k.spent_until, CASE WHEN mainspring.waits_at(box, one.task, one.key) THEN mainspring.opens_at(l.key_rate_burst, l.key_rate_per / l.key_rate_limit, k.spent_until,
-                        (SELECT u.let_in FROM mainspring.use_of_key(box, one.task, one.key, NULL, NULL) AS u), at) END AS opens
-                    FROM mainspring.key_rates k WHERE k.mailbox = box AND k.task = one.task AND k.key = one.key
-                ) AS n
-                WHERE r.mailbox = box AND r.task = one.task AND r.key = one.key;
-        END IF;
-    END LOOP;
+    UPDATE mainspring.task_limits t SET opens_at = CASE WHEN mainspring.waits_at(box, t.task) THEN
+            mainspring.opens_at(t.rate_burst, t.rate_per / t.rate_limit, t.spent_until,
+                (SELECT u.let_in FROM mainspring.use_of_task(box, t.task) AS u), at) END
+        WHERE t.mailbox = box AND t.rate_limit IS NOT NULL
+            AND t.task = ANY (ARRAY(SELECT g.task FROM unnest(tasks, keys) AS g (task, key) WHERE g.key IS NULL));
+    UPDATE mainspring.key_rates r SET waits = n.opens IS NOT NULL, due = coalesce(n.opens, r.spent_until)
+        FROM (
+            SELECT g.task, g.key, CASE WHEN (
+                SELECT true FROM mainspring.messages m
+                WHERE m.mailbox = box AND m.task = g.task AND m.state = 3 AND m.task_key = g.key LIMIT 1
+            ) THEN mainspring.opens_at(l.key_rate_burst, l.key_rate_per / l.key_rate_limit, k.spent_until, (
+                SELECT count(*) FILTER (WHERE p.permits = 5) FROM mainspring.messages p
+                WHERE p.mailbox = box AND p.task = g.task AND p.permits > 0 AND p.task_key = g.key
+            ), at) END AS opens
+            FROM (SELECT DISTINCT u.task, u.key FROM unnest(tasks, keys) AS u (task, key) WHERE u.key IS NOT NULL) AS g
+                JOIN mainspring.task_limits l ON l.mailbox = box AND l.task = g.task AND l.key_rate_limit IS NOT NULL
+                JOIN mainspring.key_rates k ON k.mailbox = box AND k.task = g.task AND k.key = g.key
+        ) AS n
+        WHERE r.mailbox = box AND r.task = n.task AND r.key = n.key;
 END $$;
 
 CREATE OR REPLACE FUNCTION mainspring.next_opening(box integer) RETURNS float8
@@ -202,14 +178,23 @@ BEGIN
         INTO looked, of_tasks, of_keys FROM of_limiters o;
     WITH rooms AS MATERIALIZED (
         SELECT g.task, g.key, l.paused OR l.rate_limit IS NOT NULL OR coalesce(l.changed_concurrency, l.concurrency) IS NOT NULL
-                AS by_task, least(1000,
-            l.key_concurrency - u.in_flight - u.kept - u.dead - u.let_in,
-            floor(l.key_rate_burst - (greatest(u.spent_until, at) - at) * l.key_rate_limit / l.key_rate_per) - u.let_in
-        )::integer AS room
+                AS by_task, least(1000, l.key_concurrency - u.used - (
+                SELECT count(*) FROM mainspring.dead d
+                WHERE d.mailbox = box AND d.task = g.task AND d.task_key = g.key AND d.permits > 0
+            ), CASE WHEN l.key_rate_limit IS NOT NULL THEN floor(l.key_rate_burst - (greatest((
+                SELECT r.spent_until FROM mainspring.key_rates r WHERE r.mailbox = box AND r.task = g.task AND r.key = g.key
+            ), at) - at) * l.key_rate_limit / l.key_rate_per) - u.let_in END)::integer AS room
         FROM unnest(of_tasks, of_keys) AS g (task, key)
             LEFT JOIN mainspring.task_limits l ON l.mailbox = box AND l.task = g.task
-            CROSS JOIN LATERAL mainspring.use_of_key(box, g.task, g.key, NULL, NULL) AS u
-        WHERE mainspring.waits_at(box, g.task, g.key)
+            CROSS JOIN LATERAL (
+                SELECT count(*) FILTER (WHERE p.permits IN (1, 3, 5)) AS used, count(*) FILTER (WHERE p.permits = 5) AS let_in
+                FROM mainspring.messages p
+                WHERE p.mailbox = box AND p.task = g.task AND p.permits > 0 AND p.task_key = g.key
+            ) AS u
+        WHERE (
+            SELECT true FROM mainspring.messages m
+            WHERE m.mailbox = box AND m.task = g.task AND m.state = 3 AND m.task_key = g.key LIMIT 1
+        )
     ), first AS MATERIALIZED (
         SELECT r.task, r.key, r.by_task, r.room, w.place FROM rooms r CROSS JOIN LATERAL (
             SELECT m.ctid AS place FROM mainspring.messages m
@@ -231,7 +216,7 @@ BEGIN
     )
     SELECT count(*) INTO total FROM moved_ones;
     FOR one IN
-        SELECT g.task FROM unnest(looked) AS g (task) WHERE mainspring.waits_at(box, g.task, NULL)
+        SELECT g.task FROM unnest(looked) AS g (task) WHERE mainspring.waits_at(box, g.task)
     LOOP
         room := mainspring.room_of_task(box, one.task, at)
             - (SELECT u.let_in FROM mainspring.use_of_task(box, one.task) AS u);
@@ -242,7 +227,7 @@ BEGIN
             ));
         GET DIAGNOSTICS moved = ROW_COUNT;
         total := total + moved;
-        IF moved < room AND mainspring.waits_at(box, one.task, NULL) THEN
+        IF moved < room AND mainspring.waits_at(box, one.task) THEN
             INSERT INTO mainspring.freed_permits (mailbox, task) VALUES (box, one.task);
         END IF;
     END LOOP;
@@ -264,7 +249,11 @@ SET enable_mergejoin = off SET jit = off SET plan_cache_mode = force_generic_pla
 -- Which of these messages get their permits, and which have to wait at the limiter of their key or of their task. All are in
 -- line, or all are let in. One in line has no room of its key that another one has been given, which waits at the limiter of the
 -- task: that one came first. Rates are spent for those that are admitted; `rated_tasks` and `rated_keys` are the limiters with a
--- rate that were asked.
+-- rate that were asked. All keys are read in one statement: a call for each
+-- costs several times as much.
+DECLARE
+    in_line smallint := 0;  -- see `last_place`
+    at_key smallint := 3;
 BEGIN
     WITH given AS (
         SELECT m.ctid AS place, m.task, m.task_key AS key, m.rank, m.pos, m.permits IS NOT DISTINCT FROM 1 AS keeps,
@@ -277,13 +266,28 @@ BEGIN
             row_number() OVER (PARTITION BY g.task, g.key, g.keeps ORDER BY g.rank, g.pos) AS nth
         FROM given g LEFT JOIN mainspring.task_limits l ON l.mailbox = box AND l.task = g.task
     ), with_room AS (
-        SELECT o.*, CASE WHEN o.keeps THEN o.key_concurrency - u.in_flight WHEN u.is_later THEN 0
-            ELSE least(o.key_concurrency - u.in_flight - u.kept - u.dead,
-                floor(o.key_rate_burst - (greatest(u.spent_until, at) - at) * o.key_rate_limit / o.key_rate_per))
-                - CASE WHEN o.is_let_in THEN 0 ELSE u.let_in END END AS room
-        FROM of_keys o LEFT JOIN LATERAL (
-            SELECT k.* FROM mainspring.use_of_key(box, o.task, o.key, o.rank, o.pos) AS k WHERE o.by_key AND o.nth = 1
-        ) AS u ON true
+        SELECT o.*, CASE WHEN NOT o.by_key OR o.nth > 1 THEN NULL
+            WHEN o.keeps THEN o.key_concurrency - u.in_flight
+            WHEN (
+                SELECT true FROM mainspring.messages m WHERE m.mailbox = box AND m.task = o.task AND m.state = in_line
+                    AND m.task_key = o.key AND m.rank = o.rank AND m.pos < o.pos LIMIT 1
+            ) THEN 0 WHEN (
+                SELECT true FROM mainspring.messages m WHERE m.mailbox = box AND m.task = o.task AND m.state = at_key
+                    AND m.task_key = o.key AND (m.rank, m.pos) < (o.rank, o.pos) LIMIT 1
+            ) THEN 0 ELSE least(
+                o.key_concurrency - u.in_flight - u.kept - (
+                    SELECT count(*) FROM mainspring.dead d
+                    WHERE d.mailbox = box AND d.task = o.task AND d.task_key = o.key AND d.permits > 0
+                ), CASE WHEN o.key_rate_limit IS NOT NULL THEN floor(o.key_rate_burst - (greatest((
+                    SELECT r.spent_until FROM mainspring.key_rates r WHERE r.mailbox = box AND r.task = o.task AND r.key = o.key
+                ), at) - at) * o.key_rate_limit / o.key_rate_per) END
+            ) - CASE WHEN o.is_let_in THEN 0 ELSE u.let_in END END AS room
+        FROM of_keys o CROSS JOIN LATERAL (
+            SELECT count(*) FILTER (WHERE p.permits = 3) AS in_flight, count(*) FILTER (WHERE p.permits = 1) AS kept,
+                count(*) FILTER (WHERE p.permits = 5) AS let_in
+            FROM mainspring.messages p
+            WHERE o.by_key AND o.nth = 1 AND p.mailbox = box AND p.task = o.task AND p.permits > 0 AND p.task_key = o.key
+        ) AS u
     ), of_tasks AS (
         SELECT w.*, NOT w.by_key OR w.nth <= coalesce(max(w.room) OVER (PARTITION BY w.task, w.key, w.keeps), w.nth) AS passes FROM with_room w
     ), in_order AS (
@@ -419,7 +423,13 @@ BEGIN
         lowest := true;
     END LOOP;
     SELECT array_agg(g.task), array_agg(g.key) INTO rated_tasks, rated_keys
-        FROM unnest(rated_tasks, rated_keys) AS g (task, key) WHERE mainspring.waits_at(box, g.task, g.key);
+        FROM (SELECT DISTINCT r.task, r.key FROM unnest(rated_tasks, rated_keys) AS r (task, key)) AS g
+        WHERE CASE WHEN g.key IS NULL THEN (
+            SELECT true FROM mainspring.messages m WHERE m.mailbox = box AND m.task = g.task AND m.state = 4 LIMIT 1
+        ) ELSE (
+            SELECT true FROM mainspring.messages m
+            WHERE m.mailbox = box AND m.task = g.task AND m.state = 3 AND m.task_key = g.key LIMIT 1
+        ) END;
     PERFORM mainspring.set_openings(box, rated_tasks, rated_keys, now) WHERE rated_tasks IS NOT NULL;
     new_in := greatest(new_in - want + missing, 0);
     IF new_in > 0 THEN
