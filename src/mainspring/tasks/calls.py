@@ -6,6 +6,7 @@ import inspect
 import sys
 import typing
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NotRequired, Union
 
 from mainspring.core.introspection import code_of
@@ -78,7 +79,6 @@ class Parameters:
         self._by_position = [each.name for each in sent if each.kind is not inspect.Parameter.KEYWORD_ONLY]
         self._required = {each.name for each in sent if each.default is _NO_DEFAULT}
         self._defaults = {each.name: each.default for each in sent if each.default is not _NO_DEFAULT}
-        self._codec: Codec | None = None
         self._codecs_of_given: dict[frozenset[str], Codec] = {}
 
     def _element(self, signature: inspect.Signature, sent: list[inspect.Parameter]) -> inspect.Parameter:
@@ -93,20 +93,18 @@ class Parameters:
         self._types = {sent[0].name: element[0]}
         return sent[0].replace(annotation=element[0])
 
-    @property
+    @cached_property
     def codec(self) -> Codec:
         """The codec of the arguments, made at first use.
 
         :raises ConfigError: JSON cannot hold the type of one of them.
         """
-        if self._codec is None:
-            import typing_extensions
+        import typing_extensions
 
-            typed_dict: Any = typing_extensions.TypedDict  # pydantic takes the standard library's from Python 3.12 on
-            kind = typed_dict(f"task {self._name}", self._types)
-            kind.__pydantic_config__ = {"extra": "forbid"}
-            self._codec = _Arguments(kind)
-        return self._codec
+        typed_dict: Any = typing_extensions.TypedDict  # pydantic takes the standard library's from Python 3.12 on
+        kind = typed_dict(f"task {self._name}", self._types)
+        kind.__pydantic_config__ = {"extra": "forbid"}
+        return _Arguments(kind)
 
     def encode_given(self, arguments: dict[str, Any]) -> tuple[bytes, str | None]:
         """Return JSON bytes of the arguments of a call that may lack one, and the name of that one.
@@ -181,7 +179,7 @@ class Parameters:
         """
         if not args:
             return keywords
-        bound = dict(zip(self._by_position, args, strict=False))
+        bound = dict(zip(self._by_position, args))  # noqa: B905 - the keyword takes as long as the rest
         if keywords:
             bound |= keywords
         if len(bound) != len(args) + len(keywords):
@@ -300,7 +298,8 @@ class CallCodec(Codec):
         super().__init__()
         self.body_type = TaskCall
         self._register = register
-        self._by_beginning: dict[bytes, tuple[Task[..., Any], Codec]] = {}
+        self._by_beginning: dict[bytes, tuple[Task[..., Any], Callable[[bytes], Any]]] = {}
+        """The task of the calls that begin so, and what decodes their arguments."""
 
     def encode(self, call: TaskCall) -> bytes:
         """Return JSON bytes of ``call``.
@@ -330,24 +329,24 @@ class CallCodec(Codec):
         """
         if isinstance(raw, Unserialized):
             return self._own(raw.body)
-        before, found, rest = raw.partition(ARGS)
-        if found and rest.endswith(b"}"):  # as `encode` writes it
-            known = self._by_beginning.get(before) or self._begun_by(before)
-            if known is not None:
-                try:
-                    return TaskCall(known[0], known[1].decode(rest[:-1]))
-                except NotJsonError:
-                    pass  # another program may have written more behind the arguments
+        before, _, rest = raw.partition(ARGS)
+        known = self._by_beginning.get(before) or self._begun_by(before)
+        if known is not None and rest[-1:] == b"}":  # as `encode` writes it
+            task, decode = known
+            try:
+                return TaskCall(task, decode(rest[:-1]))
+            except NotJsonError:
+                pass  # another program may have written more behind the arguments
         name, arguments = _parts(raw)
         task = self._task(name)
         return TaskCall(task, task.parameters.codec.decode(arguments))
 
-    def _begun_by(self, before: bytes) -> tuple[Task[..., Any], Codec] | None:
-        """Return the registered task of the calls that begin so, with the codec of its arguments; know both from now on."""
+    def _begun_by(self, before: bytes) -> tuple[Task[..., Any], Callable[[bytes], Any]] | None:
+        """Return what is known of the calls that begin so, or None if they call no registered task."""
         task = self._register.get(before[len(HEAD) :].decode(errors="replace")) if before.startswith(HEAD) else None
         if task is None:
             return None
-        known = self._by_beginning[before] = task, task.parameters.codec
+        known = self._by_beginning[before] = task, task.parameters.codec.decode
         return known
 
     def task_of(self, raw: bytes | Unserialized) -> str | None:

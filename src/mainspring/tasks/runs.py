@@ -176,11 +176,13 @@ class TaskRuns:
         return "" if runs is self._unreadable else runs.handler_of(delivery)
 
     def _of(self, delivery: Delivery) -> Runs:
+        message = delivery.message
         try:
-            task = delivery.message.body.task
+            task = message.body.task
         except SerializationError:
             return self._unreadable
-        if delivery.message.delivery.headers and CHAIN_PART in delivery.message.delivery.headers:
+        headers = message.delivery.headers
+        if headers and CHAIN_PART in headers:
             return self._in_chains.get(task) or self._runs_of(task, in_chain=True)
         return self._by_task.get(task) or self._runs_of(task, in_chain=False)
 

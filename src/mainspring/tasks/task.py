@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial, update_wrapper
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast
 
 from mainspring.core.introspection import is_async
 from mainspring.core.process import in_event_loop
@@ -30,7 +30,7 @@ from mainspring.worker.main_loop import check_handling
 from mainspring.worker.middleware import overriding
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
     from datetime import datetime
 
     from mainspring.mailbox.limiters import TaskLimits
@@ -47,9 +47,6 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
-Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
-"""The positional and the named arguments of a call."""
-
 
 BATCH_WAIT = 0.5
 """Seconds that a batch waits for more calls, where nothing else is said."""
@@ -275,9 +272,10 @@ class Task(Generic[P, R]):
 
     async def send(self, *args: P.args, **keywords: P.kwargs) -> Job[R]:
         """Send one call. Return its job once the message is as durable as the mailbox makes it."""
+        call = self.parameters.bind(args, keywords)
         if not self._is_simple or self.tasks.recording is not None:
-            return (await self.send_calls([(args, keywords)]))[0]
-        envelopes = self._prepare([self.parameters.bind(args, keywords)], self._headers)
+            return (await self.send_calls([call]))[0]
+        envelopes = self._prepare([call], self._headers)
         stored = await self.tasks.mailbox.send_prepared(envelopes, connection=self.sending.connection)
         return self.jobs(envelopes, stored)[0]
 
@@ -290,7 +288,7 @@ class Task(Generic[P, R]):
 
         With ``debounce``, or a ``unique`` other than True, each is sent by itself.
         """
-        return await self.send_calls(list(self.arguments_of(calls)))
+        return await self.send_calls(self.bound(calls))
 
     async def request(self, *args: Any, timeout: float = 30.0, **keywords: Any) -> R:
         """Send one call, and return what the function returns, in whatever process it runs.
@@ -369,18 +367,21 @@ class Task(Generic[P, R]):
         """
         return self.result_codec.encode(result)
 
-    def _prepare(self, calls: list[dict[str, Any]], headers: Mapping[str, str] | None) -> list[Envelope]:
+    def _prepare(self, calls: Iterable[dict[str, Any]], headers: Mapping[str, str] | None) -> list[Envelope]:
         """Return the messages of calls with these arguments, checked and encoded."""
-        how, mailbox, name = self.sending, self.tasks.mailbox, self.name
-        if how is USUAL and not headers and mailbox.serializes and inherited() is None:  # without what it does not need
-            new_id, encode = mailbox.new_id, self.encode
-            envelopes = [Envelope(new_id(), encode(arguments), task=name) for arguments in calls]
-        else:
-            envelopes = [self._prepare_with_options(TaskCall(self, arguments), headers) for arguments in calls]
-        if self.has_key:
-            for envelope, arguments in zip(envelopes, calls, strict=True):
+        mailbox, has_key = self.tasks.mailbox, self.has_key
+        is_usual = self.sending is USUAL and not headers and mailbox.serializes and inherited() is None
+        new_id, encode, name, none = mailbox.new_id, self.encode, self.name, dict[str, str]()
+        envelopes = []
+        for arguments in calls:
+            if is_usual:  # without what it does not need
+                envelope = Envelope(new_id(), encode(arguments), 0.0, None, None, 0, none, None, name)
+            else:
+                envelope = self._prepare_with_options(TaskCall(self, arguments), headers)
+            if has_key:
                 envelope.key, envelope.weight = share_of(self, arguments)
-        return list(map(with_identity, envelopes)) if self.has_key or how.result_ttl else envelopes
+            envelopes.append(envelope)
+        return list(map(with_identity, envelopes)) if has_key or self.sending.result_ttl else envelopes
 
     def _prepare_with_options(self, call: TaskCall, headers: Mapping[str, str] | None) -> Envelope:
         how = self.sending
@@ -397,21 +398,21 @@ class Task(Generic[P, R]):
         envelope.task = self.name
         return envelope
 
-    async def send_calls(self, calls: Sequence[Arguments]) -> list[Job[R]]:
+    async def send_calls(self, calls: Iterable[dict[str, Any]]) -> list[Job[R]]:
         """Send calls with these arguments, all or none."""
         jobs = self.jobs(*await self.store(calls, self.sending.connection))
         if (recording := self.tasks.recording) is not None and recording.inline:
             await recording.sent.run()
         return jobs
 
-    async def store(self, calls: Sequence[Arguments], connection: Any) -> tuple[list[Envelope], list[str]]:
+    async def store(self, calls: Iterable[dict[str, Any]], connection: Any) -> tuple[list[Envelope], list[str]]:
         """Put calls with these arguments into the mailbox, inside of the middleware. Return their messages and ids."""
-        mailbox, bind, recording = self.tasks.mailbox, self.parameters.bind, self.tasks.recording
+        mailbox, recording = self.tasks.mailbox, self.tasks.recording
         if not self.senders and not self.stands_for_key and recording is None:
             await self.declare_limits()
-            envelopes = self._prepare([bind(*each) for each in calls], self._headers)
+            envelopes = self._prepare(calls, self._headers)
             return envelopes, await mailbox.send_prepared(envelopes, connection=connection)
-        outgoing = [OutgoingCall(self, bind(*each), self._headers) for each in calls]
+        outgoing = [OutgoingCall(self, arguments, self._headers) for arguments in calls]
         async with self.prepared(outgoing) as envelopes:
             if recording is not None:
                 return envelopes, recording.record(self, outgoing, envelopes)
@@ -460,13 +461,14 @@ class Task(Generic[P, R]):
                 " pass, or raise another in its place"
             )
 
-    def arguments_of(self, calls: Iterable[tuple[Any, ...] | Mapping[str, Any]]) -> Iterator[Arguments]:
-        """Yield the positional and the named arguments of each call."""
+    def bound(self, calls: Iterable[tuple[Any, ...] | Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Yield the arguments of each call by their names. Nothing keeps them once the call is encoded."""
+        bind = self.parameters.bind
         for each in calls:
             if isinstance(each, tuple):
-                yield each, {}
+                yield bind(each, {})
             elif isinstance(each, Mapping):
-                yield (), dict(each)
+                yield dict(each)
             else:
                 raise InvalidParameterError(
                     f"task {self.name}: send_many takes the arguments of each call as a tuple or a mapping, not {each!r:.100}"
@@ -534,7 +536,7 @@ class SyncTask(Generic[P, R]):
 
     def send(self, *args: P.args, **keywords: P.kwargs) -> Job[R]:
         """Send one call."""
-        return self._send([(args, keywords)], "send")[0]
+        return self._send([self._task.parameters.bind(args, keywords)], "send")[0]
 
     def send_at(self, at: datetime, *args: P.args, **keywords: P.kwargs) -> Job[R]:
         """Send one call that may begin at ``at``."""
@@ -542,13 +544,13 @@ class SyncTask(Generic[P, R]):
 
     def send_many(self, calls: Iterable[tuple[Any, ...] | Mapping[str, Any]]) -> list[Job[R]]:
         """Send calls, all or none."""
-        return self._send(list(self._task.arguments_of(calls)), "send_many")
+        return self._send(list(self._task.bound(calls)), "send_many")
 
     def request(self, *args: Any, timeout: float = 30.0, **keywords: Any) -> R:
         """Send one call, and return what the function returns."""
         return self._call(self._task.request, *args, timeout=timeout, **keywords)
 
-    def _send(self, calls: list[Arguments], name: str) -> list[Job[R]]:
+    def _send(self, calls: list[dict[str, Any]], name: str) -> list[Job[R]]:
         if in_event_loop():
             raise ConfigError(
                 f"task {self._task.name}: sync.{name}() would block the event loop of this thread; await the async {name}()"
