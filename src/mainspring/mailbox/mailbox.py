@@ -315,7 +315,7 @@ class Mailbox(MailboxLifeCycle, Generic[T, R]):
     def send_prepared(self, envelopes: list[Envelope], *, connection: Any = None) -> Awaitable[list[str]]:
         """Send messages from :meth:`prepare`, in order, all or none. Return the ids under which they are stored.
 
-        An id may be that of an unfinished message with the same ``dedup_key``: see :meth:`Envelope.is_stored_as`.
+        An id may be that of an unfinished message with the same ``dedup_key``: see :func:`~mainspring.mailbox.message.is_new`.
         ``connection``, errors and cancellation are as for :meth:`send`.
         """
         if self._thread != get_ident():

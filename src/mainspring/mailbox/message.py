@@ -47,12 +47,13 @@ class Envelope:
     weight: float = 1.0
     """How many messages of this key come in turn for one of a key of weight 1: 0.01 to 100."""
 
-    def is_stored_as(self, message_id: str) -> bool:
-        """True if the store keeps this message under that id, rather than an unfinished one with its ``dedup_key``.
 
-        A store may add something to the end of the id of a message with a key.
-        """
-        return message_id.startswith(self.message_id)
+def is_new(sent: str, stored: str) -> bool:
+    """True if the id ``stored`` is that of the message that was sent, rather than of an unfinished one with its ``dedup_key``.
+
+    ``sent`` is the id in its envelope. A store may add something to the end of the id of a message with a key.
+    """
+    return stored.startswith(sent)
 
 
 @dataclass(slots=True)

@@ -180,10 +180,10 @@ class Parameters:
         if not args:
             return keywords
         bound = dict(zip(self._by_position, args))  # noqa: B905 - the keyword takes as long as the rest
-        if keywords:
+        if keywords or len(bound) != len(args):
             bound |= keywords
-        if len(bound) != len(args) + len(keywords):
-            self._check_signature(args, keywords)
+            if len(bound) != len(args) + len(keywords):
+                self._check_signature(args, keywords)
         return bound
 
     def encode(self, arguments: dict[str, Any]) -> bytes:

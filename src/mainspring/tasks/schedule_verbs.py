@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from mainspring.core import clock
 from mainspring.errors import ConfigError, ScheduleNotFoundError
 from mainspring.mailbox.backend import Topic
+from mainspring.mailbox.message import is_new
 from mainspring.tasks.job import Job
 from mainspring.tasks.schedule_calls import definition_of, send_now, unchecked_call_of
 from mainspring.tasks.schedule_records import ScheduleRecords
@@ -133,7 +134,7 @@ class Schedules:
             return await send_now(name, definition, task, now)
         envelope = unchecked_call_of(name, definition, self._tasks, now)
         stored = await self._tasks.mailbox.send_prepared([envelope])
-        return Job(self._tasks, stored[0], new=envelope.is_stored_as(stored[0]))
+        return Job(self._tasks, stored[0], new=is_new(envelope.message_id, stored[0]))
 
     def _check(self, schedule: Schedule) -> None:
         self._records.check_capability()

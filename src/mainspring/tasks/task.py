@@ -14,7 +14,7 @@ from mainspring.errors import ConfigError, InvalidParameterError, SerializationE
 from mainspring.mailbox.codec import Codec
 from mainspring.mailbox.jobs import with_identity
 from mainspring.mailbox.limits import check_seconds
-from mainspring.mailbox.message import Envelope
+from mainspring.mailbox.message import Envelope, is_new
 from mainspring.mailbox.records import RESULT_TTL
 from mainspring.mailbox.sync import ThreadConnection
 from mainspring.runtime.deadline import inherited
@@ -277,7 +277,7 @@ class Task(Generic[P, R]):
             return (await self.send_calls([call]))[0]
         envelopes = self._prepare([call], self._headers)
         stored = await self.tasks.mailbox.send_prepared(envelopes, connection=self.sending.connection)
-        return self.jobs(envelopes, stored)[0]
+        return self.jobs([envelopes[0].message_id], stored)[0]
 
     async def send_at(self, at: datetime, *args: P.args, **keywords: P.kwargs) -> Job[R]:
         """Send one call that may begin at ``at``, a datetime with a time zone; a past one is now."""
@@ -405,21 +405,24 @@ class Task(Generic[P, R]):
             await recording.sent.run()
         return jobs
 
-    async def store(self, calls: Iterable[dict[str, Any]], connection: Any) -> tuple[list[Envelope], list[str]]:
-        """Put calls with these arguments into the mailbox, inside of the middleware. Return their messages and ids."""
+    async def store(self, calls: Iterable[dict[str, Any]], connection: Any) -> tuple[list[str], list[str]]:
+        """Put calls with these arguments into the mailbox, inside of the middleware.
+
+        Return the ids of their messages, and the ids under which these are stored; see :func:`is_new`.
+        """
         mailbox, recording = self.tasks.mailbox, self.tasks.recording
         if not self.senders and not self.stands_for_key and recording is None:
             await self.declare_limits()
             envelopes = self._prepare(calls, self._headers)
-            return envelopes, await mailbox.send_prepared(envelopes, connection=connection)
+            return _ids(envelopes), await mailbox.send_prepared(envelopes, connection=connection)
         outgoing = [OutgoingCall(self, arguments, self._headers) for arguments in calls]
         async with self.prepared(outgoing) as envelopes:
             if recording is not None:
-                return envelopes, recording.record(self, outgoing, envelopes)
+                return _ids(envelopes), recording.record(self, outgoing, envelopes)
             if self.stands_for_key:
                 each = zip(outgoing, envelopes, strict=True)
-                return envelopes, [await self._send_by_key(call.arguments, envelope) for call, envelope in each]
-            return envelopes, await mailbox.send_prepared(envelopes, connection=connection)
+                return _ids(envelopes), [await self._send_by_key(call.arguments, envelope) for call, envelope in each]
+            return _ids(envelopes), await mailbox.send_prepared(envelopes, connection=connection)
 
     async def _send_by_key(self, arguments: dict[str, Any], envelope: Envelope) -> str:
         """Send a call unless another stands for its key. Return the id of the call that stands for it."""
@@ -441,10 +444,12 @@ class Task(Generic[P, R]):
         async with self.entered(calls):
             yield [envelope for call in calls for envelope in self._prepare([call.arguments], call.headers)]
 
-    def jobs(self, envelopes: list[Envelope], stored: list[str]) -> list[Job[R]]:
-        """Return the jobs of messages that are in the store under these ids."""
-        pairs, tasks = zip(stored, envelopes, strict=True), self.tasks
-        return [Job(tasks, there, new=there == sent.message_id or sent.is_stored_as(there)) for there, sent in pairs]
+    def jobs(self, ids: list[str], stored: list[str]) -> list[Job[R]]:
+        """Return the jobs of messages with these ids, which are in the store under those."""
+        tasks = self.tasks
+        if stored == ids:
+            return [Job(tasks, message_id) for message_id in ids]
+        return [Job(tasks, there, new=is_new(sent, there)) for sent, there in zip(ids, stored, strict=True)]
 
     @asynccontextmanager
     async def entered(self, calls: list[OutgoingCall]) -> AsyncIterator[None]:
@@ -524,6 +529,10 @@ class Task(Generic[P, R]):
         return cast("R", self.result_codec.decode(to_json(reply)))
 
 
+def _ids(envelopes: list[Envelope]) -> list[str]:
+    return [envelope.message_id for envelope in envelopes]
+
+
 class SyncTask(Generic[P, R]):
     """The calls of a :class:`Task` for threads that are not async, each with the parameters and errors of its namesake.
 
@@ -560,10 +569,10 @@ class SyncTask(Generic[P, R]):
         if connection is None or self._task.tasks.recording is not None:
             return self._call(self._task.send_calls, calls)
         given = ThreadConnection(connection)
-        envelopes, stored = self._mailbox.call(self._task.store, calls, given)
+        ids, stored = self._mailbox.call(self._task.store, calls, given)
         if given.work is not None:  # on the caller's own connection, which only its thread uses
             stored = given.work()
-        return self._task.jobs(envelopes, stored)
+        return self._task.jobs(ids, stored)
 
     def _call(self, fn: Callable[..., Coroutine[Any, Any, T]], *args: Any, **keywords: Any) -> T:
         recording = self._task.tasks.recording
