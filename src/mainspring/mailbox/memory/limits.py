@@ -273,10 +273,19 @@ class MemoryLimits:
 
     def comes_again(self, entry: QueuedMessage) -> None:
         """Note that a message which kept a permit is to be claimed again."""
+        self._count_unclaimed(entry, 1)
+
+    def put_off(self, entry: QueuedMessage, now: float) -> None:
+        """End the permits of a message that waits and is put off. It keeps that of its key where a retry does and it is one."""
+        is_retry = entry.delivery_count > 0
+        self.left(entry, now, was_claimed=False, keeps=self.keeps(entry, Blocks.RETRY) if is_retry else 0)
+        self._count_unclaimed(entry, -1)
+
+    def _count_unclaimed(self, entry: QueuedMessage, change: int) -> None:
         task = None if entry.task is None or not entry.permits else self.tasks.get(entry.task)
         if task is not None:
             for queue in self._held(task, entry, entry.permits):
-                queue.limiter.unclaimed += 1
+                queue.limiter.unclaimed += change
 
     def lost(self, entry: QueuedMessage) -> None:
         """Note that a message that waited at a limiter is gone from there."""
@@ -292,16 +301,20 @@ class MemoryLimits:
         blocks = Blocks.RUNNING if task is None else task.limits.blocks
         return KEY if blocks is Blocks.DEAD or blocks is least else 0
 
-    def clear(self, dead: Iterator[QueuedMessage]) -> None:
-        """Forget all messages but dead ones, which may have permits."""
+    def clear(self, dead: Iterator[QueuedMessage], now: float) -> None:
+        """Forget all messages but dead ones, which may have permits. What is spent of a rate stays spent."""
         self.waiting = 0
         for task in self.tasks.values():
-            task.keys.clear()
-            task.own = LimiterQueue(task, None)
+            queues = [task.own, *task.keys.values()]
+            task.own, task.keys = LimiterQueue(task, None), {}
+            for queue in queues:
+                if queue.limiter.spent_until > now:
+                    anew = task.own if queue.key is None else task.key_queue(queue.key, now)
+                    anew.limiter.spent_until = queue.limiter.spent_until
         for entry in dead:
             task_of = None if entry.task is None or not entry.permits else self.tasks.get(entry.task)
             if task_of is not None and entry.key is not None:
-                task_of.key_queue(entry.key, 0.0).limiter.used += 1
+                task_of.key_queue(entry.key, now).limiter.used += 1
 
     def _held(self, task: TaskLimiters, entry: QueuedMessage, permits: int) -> tuple[LimiterQueue, ...]:
         """Return the limiters of these permits of ``entry``."""

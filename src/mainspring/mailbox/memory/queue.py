@@ -579,10 +579,10 @@ class MemoryQueue:
         self._end_permits(entry, now, keeps=self.limits.keeps(entry, Blocks.DEAD))
         self._dead_letter(entry, why, self.wall())
 
-    def _end_permits(self, entry: QueuedMessage, now: float, *, keeps: int = 0) -> None:
-        """End the permits of an entry whose delivery has ended, or that kept the permit of its key since its last delivery."""
+    def _end_permits(self, entry: QueuedMessage, now: float, *, keeps: int = 0, was_claimed: bool = True) -> None:
+        """End the permits of an entry. ``was_claimed``: its delivery has ended, or it kept that of its key since then."""
         if entry.task is not None and entry.permits:
-            self.limits.left(entry, now, was_claimed=True, keeps=keeps)
+            self.limits.left(entry, now, was_claimed=was_claimed, keeps=keeps)
 
     def extend(self, delivery: ClaimedMessage, now: float, timeout: float) -> None:
         """Let its lease last ``timeout`` seconds from ``now``; never less than before. Its item in the heap stays."""
@@ -637,7 +637,8 @@ class MemoryQueue:
                 self.delayed -= 1
                 self._place(entry, now)
             else:
-                self._leave(entry, now)
+                self._leave(entry)
+                self._end_permits(entry, now, was_claimed=False)
                 self._expire(entry, now)
 
     def next_due(self) -> float:
@@ -662,7 +663,7 @@ class MemoryQueue:
         """Drop all that is delayed, pending or in flight; how many that were."""
         self.advance(now)
         dropped = self.waiting
-        self._clear()
+        self._clear(now)
         self.settled += dropped
         return dropped
 
@@ -672,13 +673,13 @@ class MemoryQueue:
         entry = self._by_id().pop(message_id, None)
         if entry is None:
             return UNKNOWN
-        outcome = CancelOutcome.REMOVED
+        outcome, was_claimed = CancelOutcome.REMOVED, entry.place != PENDING
         if entry.place == IN_FLIGHT:
             outcome = CancelOutcome.CANCELLED
             self._end_lease(entry)
         else:
-            self._take_out(entry, now)
-        self._end_permits(entry, now)
+            self._take_out(entry)
+        self._end_permits(entry, now, was_claimed=was_claimed)
         self._free_key(entry)
         self.settled += 1
         return Cancelled(outcome, entry.reply_to, entry.headers)
@@ -707,7 +708,10 @@ class MemoryQueue:
         if entry.place == IN_FLIGHT:
             return RescheduleOutcome.IN_FLIGHT
         if delay or entry.place == DELAYED:
-            self._take_out(entry, now)
+            was_pending = entry.place == PENDING
+            self._take_out(entry)
+            if was_pending:
+                self.limits.put_off(entry, now)
             self._place(entry.moved(), now, delay)
         return RescheduleOutcome.RESCHEDULED
 
@@ -746,17 +750,17 @@ class MemoryQueue:
             self._ids = {entry.message_id: entry for entry in waiting}
         return self._ids
 
-    def _take_out(self, entry: QueuedMessage, now: float) -> None:
+    def _take_out(self, entry: QueuedMessage) -> None:
         """Take a waiting message out of the line, or out of the delayed messages."""
         if entry.timer:
             self._timers.drop_timer(entry)
         if entry.place == PENDING:
-            self._leave(entry, now)
+            self._leave(entry)
         else:
             self.delayed -= 1
             entry.place = GONE
 
-    def _leave(self, entry: QueuedMessage, now: float) -> None:
+    def _leave(self, entry: QueuedMessage) -> None:
         """Take a pending message out of the line, or from its limiter."""
         if entry.task is not None and entry.waits_at is not None:
             self.limits.lost(entry)
@@ -764,17 +768,15 @@ class MemoryQueue:
         else:
             self.pending -= 1
             self._queues[entry.priority].lose_one(entry)
-        if entry.task is not None and entry.permits:
-            self.limits.left(entry, now, was_claimed=False)
 
-    def _clear(self) -> None:
+    def _clear(self, now: float) -> None:
         self._ids = self._listing = None
         self._queues = {0: PriorityQueue()}
         self._priorities = [0]
         self._keys.clear()
         self._timers.clear()
         self._shares.clear()
-        self.limits.clear(self.dead.messages())
+        self.limits.clear(self.dead.messages(), now)
         self.pending = self.delayed = 0
 
     def replay(self, message_ids: list[str] | None, now: float) -> int:

@@ -253,9 +253,16 @@ class WorkLimits:
 
     def comes_again(self, mailbox: int, call: Limitable | None) -> None:
         """Note that a message which has kept permits is to be claimed again."""
+        self._count_unclaimed(mailbox, call, 1)
+
+    def put_off(self, mailbox: int, call: Limitable | None) -> None:
+        """Note that a message which was ready, and keeps permits, is delayed."""
+        self._count_unclaimed(mailbox, call, -1)
+
+    def _count_unclaimed(self, mailbox: int, call: Limitable | None, change: int) -> None:
         if call is not None and self.of_task(mailbox, call) is not None:
             for limiter in self._held(mailbox, call, call.permits):
-                limiter.unclaimed += 1
+                limiter.unclaimed += change
 
     def left(self, mailbox: int, call: Limitable | None, *, was_claimed: bool, keeps: int = 0) -> Limitable | None:
         """End the permits of a message, but for that of ``keeps``. Return it with the permits that it has then."""
@@ -286,8 +293,9 @@ class WorkLimits:
             return found
         return None
 
-    def leave(self, mailbox: int, rank: int, pos: float, seq: int, task: str, key: str | None) -> bool:
-        """Take a message away from the limiter at which it waits. Return False if it waits at none."""
+    def leave(self, mailbox: int, rank: int, pos: float, seq: int, task: str, key: str | None, keeps: int) -> bool:
+        """Take a message away from the limiter at which it waits, with no permits but ``keeps``. Return False if it waits at
+        none."""
         found = self.waits_at(mailbox, rank, pos, seq, task, key)
         if found is None:
             return False
@@ -297,11 +305,11 @@ class WorkLimits:
         limiter.waiting -= 1
         self._touched[limiter.place] = limiter
         self._work.delta(mailbox).waiting -= 1
-        self.left(mailbox, Limitable(task, key, None, permits), was_claimed=False)
+        self.left(mailbox, Limitable(task, key, None, permits), was_claimed=False, keeps=keeps)
         return True
 
     def purge(self, mailbox: int) -> None:
-        """Forget all messages of a mailbox but the dead ones, which may have permits."""
+        """Forget all messages of a mailbox but the dead ones, which may have permits. What is spent of a rate stays spent."""
         work = self._work
         self.flush()
         (waiting,) = work.row(sql.HOW_MANY_WAIT, (mailbox,))

@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mainspring.mailbox.codec import headers_of
+from mainspring.mailbox.limiters import Blocks
 from mainspring.mailbox.message import (
     UNKNOWN,
     Cancelled,
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Spot(NamedTuple):
-    """Where an unfinished message is: due ``at``, or claimed ``at``; its ``lease``, and its permits if it is not pending."""
+    """Where an unfinished message is: due ``at``, or claimed ``at``; its ``lease``, and its permits."""
 
     place: MessagePlace
     at: float | None = None
@@ -64,10 +65,12 @@ def spot_of(
     for due, permits in work.rows(sql.DUE_OF, (mailbox, seq)):
         return Spot(MessagePlace.DELAYED, due, permits=permits)
     pos = seq if place is None else place
-    if work.rows(sql.READY_AT, (mailbox, rank, pos, seq)):
-        return Spot(MessagePlace.PENDING)
-    if task is not None and work.limits is not None and work.limits.waits_at(mailbox, rank, pos, seq, task, key):
-        return Spot(MessagePlace.PENDING)
+    for (permits,) in work.rows(sql.READY_AT, (mailbox, rank, pos, seq)):
+        return Spot(MessagePlace.PENDING, permits=permits)
+    if task is not None and work.limits is not None:
+        waits = work.limits.waits_at(mailbox, rank, pos, seq, task, key)
+        if waits is not None:
+            return Spot(MessagePlace.PENDING, permits=waits[1])
     for lease, claimed_at, permits in work.rows(sql.LEASE_OF, (mailbox, seq, seq)):
         return Spot(MessagePlace.IN_FLIGHT, claimed_at, lease, permits)
     return Spot(MessagePlace.PENDING)
@@ -95,7 +98,7 @@ def _end(
     seq, _, _, task, key = row
     spot = spot_of(work, mailbox, *row)
     outcome = CancelOutcome.REMOVED
-    if work.limits is not None:
+    if work.limits is not None and spot.place is not MessagePlace.PENDING:
         work.limits.left(mailbox, Limitable.of(task, key, weight, spot.permits), was_claimed=True)
     if spot.place is MessagePlace.IN_FLIGHT:
         outcome = CancelOutcome.CANCELLED
@@ -133,10 +136,24 @@ def _move(
     if spot.place is MessagePlace.IN_FLIGHT:
         return RescheduleOutcome.IN_FLIGHT
     if command.delay or spot.place is MessagePlace.DELAYED:
-        _take_out(work, mailbox, spot, expires, *row)
         call = Limitable.of(task, key, weight, spot.permits)
+        if spot.place is MessagePlace.PENDING:
+            keeps = _kept_when_put_off(work, mailbox, seq, call)
+            _take_out(work, mailbox, spot, expires, *row, keeps=keeps)
+            if call is not None and work.limits is not None:
+                call = call._replace(permits=call.permits & keeps)
+                work.limits.put_off(mailbox, call)
+        else:
+            _take_out(work, mailbox, spot, expires, *row)
         enqueue(work, mailbox, seq, rank, expires, call, delay=command.delay)
     return RescheduleOutcome.RESCHEDULED
+
+
+def _kept_when_put_off(work: UnitOfWork, mailbox: int, seq: int, call: Limitable | None) -> int:
+    """Return the permit that a pending message keeps: that of its key where a retry does, and it is one."""
+    if call is None or not call.permits or work.limits is None or not work.value(sql.DELIVERIES, (seq,)):
+        return 0
+    return work.limits.keeps(mailbox, call, Blocks.RETRY)
 
 
 def replace_body(work: UnitOfWork, commands: list[ReplaceBody]) -> None:
@@ -161,8 +178,10 @@ def _take_out(
     place: float | None,
     task: str | None,
     key: str | None,
+    *,
+    keeps: int = 0,
 ) -> None:
-    """Remove a message from where it waits: among the delayed ones, or among the pending ones."""
+    """Remove a message from where it waits, among the delayed or the pending ones. A pending one has ``keeps`` alone then."""
     if expires is not None:
         work.execute(sql.NOT_EXPIRING, (expires, seq))
     if spot.place is MessagePlace.DELAYED and spot.at is not None:
@@ -170,5 +189,7 @@ def _take_out(
         work.delta(mailbox).delayed -= 1
         return
     pos = seq if place is None else place
-    if not leave_line(work, mailbox, seq, rank, pos, task, key):  # without a task, it is behind that once it came back
+    if not leave_line(
+        work, mailbox, seq, rank, pos, task, key, keeps
+    ):  # without a task, it is behind that once it came back
         work.execute(sql.FORGET_READY_FROM, (mailbox, rank, seq, seq))

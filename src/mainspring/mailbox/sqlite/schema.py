@@ -457,6 +457,7 @@ LISTED = {
 DUE_OF = "SELECT due, permits FROM delayed WHERE mailbox = ? AND seq = ?"
 READY_AT = "SELECT permits FROM ready WHERE mailbox = ? AND rank = ? AND pos = ? AND seq = ?"
 LEASE_OF = "SELECT lease, claimed_at, permits FROM leases WHERE mailbox = ? AND lease > ? AND seq = ?"
+DELIVERIES = "SELECT deliveries FROM messages WHERE seq = ?"
 REPLACE_BODY = "UPDATE messages SET body = ? WHERE seq = ?"
 FORGET_READY_FROM = "DELETE FROM ready WHERE mailbox = ? AND rank = ? AND pos >= ? AND seq = ?"
 
@@ -523,11 +524,14 @@ WAITS_AT = """SELECT name, permits FROM waiting
 FORGET_WAITING = f"DELETE FROM waiting WHERE {_LIMITER} AND rank = ? AND pos = ? AND seq = ?"
 PURGE_LIMITERS = (
     "DELETE FROM waiting WHERE mailbox = ?",
-    "DELETE FROM limiters WHERE mailbox = ?",
+    "DELETE FROM limiters WHERE mailbox = ? AND spent_until IS NULL",
+    """UPDATE limiters SET used = 0, unclaimed = 0, waiting = 0, opens_at = NULL, idle_at = spent_until
+        WHERE mailbox = ?""",
     """INSERT INTO limiters SELECT mailbox, task, '=' || key, count(*), 0, NULL, 0, NULL, NULL FROM dead
-        WHERE mailbox = ? AND permits GROUP BY task, key""",
+        WHERE mailbox = ? AND permits GROUP BY task, key
+        ON CONFLICT DO UPDATE SET used = excluded.used, idle_at = NULL""",
 )
-DROP_ALL_LIMITS = (*PURGE_LIMITERS[:2], "DELETE FROM limits WHERE mailbox = ?")
+DROP_ALL_LIMITS = tuple(f"DELETE FROM {table} WHERE mailbox = ?" for table in ("waiting", "limiters", "limits"))
 
 # -------------------------------------------------------------------------------------------------- transient mailboxes
 

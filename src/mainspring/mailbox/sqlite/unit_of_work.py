@@ -332,16 +332,19 @@ def line_up(work: UnitOfWork, mailbox: int, seq: int, rank: int, pos: float, cal
 
 
 def leave_line(
-    work: UnitOfWork, mailbox: int, seq: int, rank: int, pos: float, task: str | None, key: str | None
+    work: UnitOfWork, mailbox: int, seq: int, rank: int, pos: float, task: str | None, key: str | None, keeps: int = 0
 ) -> bool:
-    """Take a pending message from its place in the queue, or from its limiter. Return False if it is at neither."""
+    """Take a pending message from its place in the queue, or from its limiter. Return False if it is at neither.
+
+    Its permits end, except ``keeps``.
+    """
     work.delta(mailbox).pending -= 1
     place = (mailbox, rank, pos, seq)
     if work.limits is not None and task is not None:
-        if work.limits.leave(*place, task, key):
+        if work.limits.leave(*place, task, key, keeps):
             return True
         for (permits,) in work.rows(sql.READY_AT, place):
-            work.limits.left(mailbox, Limitable.of(task, key, None, permits), was_claimed=False)
+            work.limits.left(mailbox, Limitable.of(task, key, None, permits), was_claimed=False, keeps=keeps)
     work.execute(sql.FORGET_READY, place)
     return bool(work.changes())
 

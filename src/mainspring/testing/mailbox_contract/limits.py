@@ -478,6 +478,50 @@ async def a_retry_that_is_moved_keeps_its_key(h: Harness, box: AnyMailbox) -> No
     equal(_bodies(await _claim(box)), [1], "after the cancellation")
 
 
+@on_mailbox("limits", "reschedule", "lookup")
+async def a_due_retry_that_is_moved_keeps_its_key(h: Harness, box: AnyMailbox) -> None:
+    """A message that is due for its next attempt still blocks its key once it is put off. A new message does not."""
+    await _limit(box, concurrency=1, key_concurrency=1, blocks=Blocks.RETRY)
+    (moved, _) = await _send(box, 0, 1, key="k")
+    (first,) = await _claim(box)
+    await first.nack()
+    await box.backend.reschedule(moved, 1_000)
+    await h.none(box, "the retry blocks its key")
+    await box.backend.reschedule(moved, 0)
+    (again,) = await _claim(box)
+    equal(again.body, 0, "the retry, as it was moved to now")
+    await _send(box, "other", key="l")
+    await again.nack()
+    await box.backend.reschedule(moved, 1_000)  # where it waits for the permit of its task, maybe
+    (other,) = await _claim(box)
+    equal(other.body, "other", "of another key")
+    await other.acknowledge()
+    await h.none(box, "the retry still blocks its key")
+    await box.backend.reschedule(moved, 0)
+    for body in (0, 1):
+        (message,) = await _claim(box)
+        equal(message.body, body, "in order, after all")
+        await message.acknowledge()
+    (new, _) = await _send(box, 2, 3, key="k")
+    await box.backend.reschedule(new, 1_000)
+    equal(_bodies(await _claim(box)), [3], "as the message before was never begun")
+
+
+@on_mailbox("limits")
+async def a_purge_leaves_what_is_spent_of_a_rate(h: Harness, box: AnyMailbox) -> None:
+    """A purge ends all permits, and lets no more be claimed in a time than the rates of the task and its keys allow."""
+    slow = Rate(1, 1_000)
+    for task, limits in (("t", {"rate": slow}), ("u", {"key_rate": slow}), ("v", {"concurrency": 1})):
+        await _limit(box, task, **limits)
+        await _send(box, f"{task} 0", f"{task} 1", task=task, key="k")
+    equal(sorted(_bodies(await _claim(box))), ["t 0", "u 0", "v 0"], "one of each task")
+    equal(await box.purge(), 6, "purged")
+    for task in ("t", "u", "v"):
+        await _send(box, f"{task} 2", task=task, key="k")
+    await _send(box, "other", task="u", key="l")
+    equal(sorted(_bodies(await _claim(box))), ["other", "v 2"], "after the purge, what no rate holds back")
+
+
 @on_mailbox("limits", "cancel", "reschedule", "lookup")
 async def a_message_that_waits_at_a_limit_is_like_any_other(h: Harness, box: AnyMailbox) -> None:
     """A message that waits at a limiter is pending. It can be cancelled, moved, purged, and expire. Its permit is free."""
