@@ -19,7 +19,8 @@ poll.
   permit, as the limits are newer than its send. A message in flight always goes on. Limits do not count a message that was
   claimed before its task had limits.
 - A message that keeps the permit of its key for a retry counts as unclaimed again once it is due. It keeps the permit when it
-  is rescheduled, and loses it when it is cancelled or has expired.
+  is rescheduled, before it is due and afterwards, and loses it when it is cancelled or has expired.
+- A purge ends all permits but those of dead letters. What is spent of a rate stays spent: it protects what the messages call.
 
 Fair shares need no permit. The place of a message with a key goes by the places of its key, not by the time of the send. It is
 one step behind the last message of its key, or at the place of the first message in line if that is later. The first message

@@ -146,7 +146,7 @@ end
 local function purge(box)
   local dropped = waiting(box)
   redis.call('UNLINK', box.messages, box.ready, box.delayed, box.leases, box.more, box.dedup, box.expiry, box.bodies,
-    box.limiters, box.waits, box.listed)
+    box.waits, box.listed)
   limits.clear(box)
   box.settled = box.settled + dropped
   return dropped

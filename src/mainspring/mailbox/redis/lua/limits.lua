@@ -662,7 +662,8 @@ function limits.enter(box, entry, place)
 end
 
 -- A message has come back, or is moved. `ended` says from what: 'retry' an attempt, 'front' a delivery that was released, 'undone'
--- a claim that counts for nothing, 'moved' from where it was pending; nil: a delay. Its entry, with the permits that it keeps.
+-- a claim that counts for nothing, 'moved' from where it was pending, 'put off' as well, where it is to be tried again; nil: a
+-- delay. Its entry, with the permits that it keeps.
 function limits.returned(box, id, about, ended)
   local entry = bound_entry(box, id, about)
   if ended == 'retry' then
@@ -671,6 +672,12 @@ function limits.returned(box, id, about, ended)
     take_back(box, entry, OF_KEY, true)
   elseif ended == 'moved' then
     take_back(box, entry, 0, false)
+  elseif ended == 'put off' then
+    take_back(box, entry, kept_by(box, entry, 'retry'), false)
+    if holds(entry, OF_KEY) then
+      local one = limiter(box, entry.of[OF_KEY])
+      one.unclaimed, one.changed = math.max(one.unclaimed - 1, 0), true
+    end
   end
   store(box, { entry })
   return entry
@@ -883,9 +890,25 @@ function limits.clear(box)
   box.known, box.touched, box.shares, box.first = {}, {}, {}, {}
   last_tick(box)
   if not box.is_limited then
+    redis.call('UNLINK', box.limiters)
     return
   end
-  local cursor = '0'
+  local rates, cursor = {}, '0'
+  repeat -- what is spent of a rate stays spent
+    local scanned = redis.call('HSCAN', box.limiters, cursor, 'MATCH', 'l*', 'COUNT', 1000)
+    for i = 1, #scanned[2], 2 do
+      local spent = tonumber(string.match(scanned[2][i + 1], '%d+$') or nil) or 0
+      if spent > now then
+        rates[string.sub(scanned[2][i], 2)] = spent
+      end
+    end
+    cursor = scanned[1]
+  until cursor == '0'
+  redis.call('UNLINK', box.limiters)
+  for name, spent in pairs(rates) do
+    local one = limiter(box, name)
+    one.spent, one.changed = spent, true
+  end
   repeat
     local scanned = redis.call('HSCAN', box.dead_details, cursor, 'MATCH', 't*', 'COUNT', 1000)
     for i = 1, #scanned[2], 2 do

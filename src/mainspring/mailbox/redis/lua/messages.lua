@@ -486,7 +486,8 @@ local function reschedule(box, id, delay)
   if delay > 0 or key == box.delayed then
     verify(box)
     local _, rank = of_head(value)
-    enqueue(box, id, rank, nil, delay, key ~= box.delayed and 'moved' or nil)
+    local is_retry = counts_of(box, id) > 0
+    enqueue(box, id, rank, nil, delay, key ~= box.delayed and (is_retry and 'put off' or 'moved') or nil)
     if delay == 0 or key ~= box.delayed then -- else that entry is the new one
       redis.call('ZREM', key, spot)
     end
