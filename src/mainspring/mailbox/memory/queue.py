@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import fields
 from heapq import heapify, heappop, heappush, merge
 from operator import attrgetter
@@ -16,6 +16,7 @@ from mainspring.mailbox.memory.dead import MemoryDeadLetters
 from mainspring.mailbox.memory.limits import KEY, LimiterQueue, MemoryLimits
 from mainspring.mailbox.memory.listing import MemoryListing, sent_since
 from mainspring.mailbox.memory.records import MemoryRecords
+from mainspring.mailbox.memory.shares import LastPlaces
 from mainspring.mailbox.message import (
     EXPIRED,
     UNKNOWN,
@@ -46,7 +47,6 @@ QUEUE_SWEEP_FROM = 64
 _PLACES = (MessagePlace.DELAYED, MessagePlace.PENDING, MessagePlace.IN_FLIGHT)
 _VALUES = attrgetter(*(part.name for part in fields(ClaimedMessage)))
 
-SHARE_SWEEP_FROM = 1_024
 MOST_ROUNDS = 8
 """How often one claim takes others for messages that it has put back to their limiters."""
 
@@ -144,9 +144,9 @@ class QueuedMessage(ClaimedMessage):
 class PriorityQueue:
     """The ready messages of one priority. Returned ones (a heap, in their old order) are before the others.
 
-    Messages with a place of their own (for their key, or since they waited at a limiter) are in a heap, the others in the
-    order in which they came. An item that leaves from the middle stays behind as a dead one, until it comes to the head or
-    the dead outnumber the rest.
+    A message that comes at the last place or behind it goes to the ``tail``, any other to a heap (``placed``): with a place for
+    its key, or since it waited at a limiter. An item that leaves from the middle stays behind as a dead one, until it comes to
+    the head or the dead outnumber the rest.
     """
 
     __slots__ = ("_tie", "front", "gone", "placed", "tail")
@@ -354,9 +354,8 @@ class MemoryQueue:
         self._in_flight = self._timers.in_flight
         self._serial = 0
         self.limits = MemoryLimits(self._timers, self._make_ready)
-        self._shares: dict[tuple[int, str | None, str], float] = {}
-        """The last place of each key."""
-        self._share_sweep_at = SHARE_SWEEP_FROM
+        self._last_places = defaultdict[tuple[str | None, int], LastPlaces](LastPlaces)
+        """Those of each task and priority."""
 
     # ------------------------------------------------------------------------------------------------------ coming in
 
@@ -436,7 +435,7 @@ class MemoryQueue:
         self.pending += 1
         if front:  # among those that came back, the order in which they once waited
             queue.push(queue.front, entry)
-        elif entry.order == self._serial:
+        elif not queue.tail or queue.tail[-1].order <= entry.order:
             queue.tail.append(entry)
         else:
             queue.push(queue.placed, entry)
@@ -445,7 +444,10 @@ class MemoryQueue:
         """Put an entry that has its permits where it is claimed, at its place."""
         queue = self._queues.get(entry.priority) or self._new_queue(entry.priority)
         self.pending += 1
-        queue.push(queue.placed, entry)
+        if not queue.tail or queue.tail[-1].order <= entry.order:
+            queue.tail.append(entry)
+        else:
+            queue.push(queue.placed, entry)
 
     def _new_queue(self, priority: int) -> PriorityQueue:
         insort(self._priorities, -priority)
@@ -453,18 +455,13 @@ class MemoryQueue:
         return queue
 
     def _share(self, queue: PriorityQueue, entry: QueuedMessage) -> float:
-        """Return the place of an entry with a key: behind the last one of its key, and not before the first in line."""
+        """Return the place of an entry with a key."""
         first = queue.first()
-        now_at = min(math.inf if first is None else first.order, self.limits.first_place(entry))
-        now_at = self._serial if now_at == math.inf else now_at
-        share = (entry.priority, entry.task, entry.key or "")
-        last = self._shares.get(share)
-        if last is None and len(self._shares) >= self._share_sweep_at:
-            self._shares = {share: last for share, last in self._shares.items() if last > now_at}
-            self._share_sweep_at = max(SHARE_SWEEP_FROM, 2 * len(self._shares))
-        place = now_at if last is None else max(now_at, last + 1 / entry.weight)
-        self._shares[share] = place
-        return place
+        now_at = math.inf if first is None else first.order
+        if self.limits.tasks:
+            now_at = min(now_at, self.limits.first_place(entry))
+        places = self._last_places[entry.task, entry.priority]
+        return places.next(entry, self._serial if now_at == math.inf else now_at)
 
     def put_with(self, write: RecordWrite, envelopes: list[Envelope], now: float) -> int | None:
         """Change a record and let messages wait, both or neither. Return the record's version, or None if it is another."""
@@ -775,7 +772,7 @@ class MemoryQueue:
         self._priorities = [0]
         self._keys.clear()
         self._timers.clear()
-        self._shares.clear()
+        self._last_places.clear()
         self.limits.clear(self.dead.messages(), now)
         self.pending = self.delayed = 0
 
