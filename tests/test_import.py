@@ -29,9 +29,15 @@ OF_A_MAILBOX = [
 ]  # fmt: skip
 """What comes with the first mailbox or event loop, and not with the names."""
 OF_A_RUN = [
+    "anyio.from_thread",
+    "concurrent.futures",
     "mainspring.events",
+    "mainspring.group.calibration",
     "mainspring.group.lifetime",
+    "mainspring.mailbox.limiters",
+    "mainspring.mailbox.workers",
     "mainspring.telemetry",
+    "mainspring.threads.loop_thread",
     "mainspring.watchdog",
     "mainspring.worker.worker",
 ]

@@ -14,7 +14,6 @@ from mainspring.core import process
 from mainspring.core.dispatcher import Dispatcher
 from mainspring.core.state_machine import GroupState
 from mainspring.errors import ConfigError, LoopNotRunningError
-from mainspring.group.calibration import all_rules
 from mainspring.group.settings import GroupSettings, OnCrash
 from mainspring.runtime.scope import DaemonScope
 from mainspring.threads.ticket import Ticket
@@ -197,7 +196,8 @@ class LoopGroup:
     async def _run(
         self, *, owner: bool, keywords: dict[str, Any], until_empty: bool, ready: Callable[[], object]
     ) -> ShutdownReport:
-        from mainspring.group.lifetime import Lifetime  # late: only a group that runs needs it
+        from mainspring.group.calibration import all_rules  # late: only a group that runs needs these
+        from mainspring.group.lifetime import Lifetime
         from mainspring.telemetry import logs
 
         if self._lifetime is not None:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mainspring.core.introspection import check_runs, instead_of, is_async, is_generator, name_of
 from mainspring.errors import ConfigError
-from mainspring.group.calibration import KILL_MARGIN, Timeouts
 from mainspring.policies import RestartPolicy
 from mainspring.runtime.hard_exit import kill_with_words
 from mainspring.validation import is_number, is_whole
@@ -18,6 +17,7 @@ from mainspring.worker.middleware import checked
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from mainspring.group.calibration import Timeouts
     from mainspring.worker.main_loop import MainLoop
     from mainspring.worker.middleware import Middleware
 
@@ -94,6 +94,8 @@ class GroupSettings:
 
     def timeouts_of(self, loop: MainLoop) -> Timeouts:
         """Return the timeouts that a loop of the group runs under."""
+        from mainspring.group.calibration import Timeouts  # late: only a group that runs needs it
+
         return Timeouts(
             loop=loop.name,
             visibility_timeout=loop.visibility_timeout,
@@ -113,6 +115,8 @@ class GroupSettings:
     @property
     def stop_within(self) -> float:
         """Seconds from the request for a shutdown until a process that owns itself has left in any case."""
+        from mainspring.group.calibration import Timeouts
+
         phases = Timeouts(
             drain_delay=self.drain_delay, shutdown_timeout=self.shutdown_timeout, cancel_grace=self.cancel_grace
         )
@@ -121,6 +125,8 @@ class GroupSettings:
     @property
     def hard_limit(self) -> float:
         """Seconds past the finish deadline after which a process that owns itself leaves by force."""
+        from mainspring.group.calibration import KILL_MARGIN
+
         return self.cancel_grace + KILL_MARGIN
 
 

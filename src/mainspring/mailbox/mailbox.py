@@ -26,7 +26,6 @@ from mainspring.mailbox import replies
 from mainspring.mailbox.backend import Backend, Capabilities, MailboxStatistics
 from mainspring.mailbox.codec import Codec, NotJsonError, type_name
 from mainspring.mailbox.life_cycle import MailboxLifeCycle
-from mainspring.mailbox.limiters import ALL_TASKS, LimitChange, LimitState
 from mainspring.mailbox.limits import (
     CLOSE_TIMEOUT,
     MAX_MESSAGES,
@@ -56,7 +55,6 @@ from mainspring.mailbox.message import (
 )
 from mainspring.mailbox.requests import REPLY_ERRORS, WITHDRAWAL_TIMEOUT, PendingReply, cancelled_error
 from mainspring.mailbox.sync import SyncMailbox
-from mainspring.mailbox.workers import workers_of
 from mainspring.runtime.deadline import inherited, with_deadline
 from mainspring.validation import MAX_LIMIT, MAX_VISIBILITY, as_seconds, is_whole, shown
 
@@ -66,6 +64,7 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from mainspring.mailbox.job_list import JobList, States
+    from mainspring.mailbox.limiters import LimitState
     from mainspring.mailbox.requests import Requester
     from mainspring.mailbox.workers import WorkerStatus
     from mainspring.runtime.deadline import Deadline, Inherited
@@ -591,6 +590,8 @@ class Mailbox(MailboxLifeCycle, Generic[T, R]):
         Each tells the store every 20 seconds how it is. A worker that was killed is in the list for up to a minute more, with
         its :attr:`~WorkerStatus.last_seen`. :raises ConfigError: the store keeps no records (``Capabilities.records``).
         """
+        from mainspring.mailbox.workers import workers_of
+
         return await workers_of(self)
 
     async def approximate_count(self) -> int:
@@ -689,13 +690,11 @@ class Mailbox(MailboxLifeCycle, Generic[T, R]):
         :raises InvalidParameterError: ``task`` can be the name of no task.
         :raises ConfigError: the mailbox cannot (:attr:`Capabilities.pause`; with ``task`` :attr:`Capabilities.limits`).
         """
-        self.check_open()
-        await self.backend.change_limits([LimitChange(_limited("pause", task), paused=True)])
+        await self._change_limits("pause", task, paused=True)
 
     async def resume(self, task: str | None = None) -> None:
         """End a :meth:`pause` of the mailbox, or of ``task``. Waiting messages are claimed at once. Same parameters."""
-        self.check_open()
-        await self.backend.change_limits([LimitChange(_limited("resume", task), paused=False)])
+        await self._change_limits("resume", task, paused=False)
 
     async def set_concurrency(self, most: int | None, task: str | None = None) -> None:
         """Let at most ``most`` messages of the mailbox, or of ``task``, be in flight at once in the whole fleet.
@@ -712,8 +711,16 @@ class Mailbox(MailboxLifeCycle, Generic[T, R]):
                 f"set_concurrency: give a whole number from 1 to {MAX_LIMIT:,}, or None for the declared one, not"
                 f" {shown(most):.100}; pause() lets none begin"
             )
+        await self._change_limits("set_concurrency", task, concurrency=most or 0)
+
+    async def _change_limits(self, call: str, task: str | None, **changes: Any) -> None:
+        """Change the limits of a task, or (None) those of the whole mailbox."""
+        from mainspring.mailbox.limiters import ALL_TASKS, LimitChange
+
         self.check_open()
-        await self.backend.change_limits([LimitChange(_limited("set_concurrency", task), concurrency=most or 0)])
+        if task is not None and not is_task_name(task):
+            raise InvalidParameterError(f"{call}: task must be the name of a task, or None for all, not {task!r:.100}")
+        await self.backend.change_limits([LimitChange(ALL_TASKS if task is None else task, **changes)])
 
     async def limits(self) -> list[LimitState]:
         """Return the limits, the pauses and the changed concurrency of tasks, in the order of their names.
@@ -775,12 +782,3 @@ class Mailbox(MailboxLifeCycle, Generic[T, R]):
         """Forget dead letters (None: all) for good; how many that were."""
         self.check_open()
         return await self.backend.purge_dead_letters(check_ids("dead letters: a message id", message_ids))
-
-
-def _limited(call: str, task: str | None) -> str:
-    """Return the subject of a change of limits: a task, or the whole mailbox."""
-    if task is None:
-        return ALL_TASKS
-    if not is_task_name(task):
-        raise InvalidParameterError(f"{call}: task must be the name of a task, or None for all, not {task!r:.100}")
-    return task

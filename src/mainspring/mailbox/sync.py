@@ -15,7 +15,6 @@ import anyio
 from mainspring.core.introspection import gives_coroutine, instead_of, name_of
 from mainspring.core.process import async_library, call_soon, carried_context, event_loop, in_event_loop, shared
 from mainspring.errors import ConfigError, InvalidParameterError, MailboxClosedError, TicketAbandonedError
-from mainspring.threads.loop_thread import LoopThread
 from mainspring.threads.ticket import Ticket
 
 if TYPE_CHECKING:
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from mainspring.mailbox.jobs import JobStatus
     from mainspring.mailbox.mailbox import Mailbox
     from mainspring.runtime.scope import Daemon, DaemonScope
+    from mainspring.threads.loop_thread import LoopThread
     from mainspring.threads.ticket import TicketWriter
 
 T = TypeVar("T")
@@ -268,6 +268,8 @@ class _SharedLoop:
         self._thread: LoopThread | None = None
 
     def take(self) -> LoopThread:
+        from mainspring.threads.loop_thread import LoopThread
+
         with self._lock:
             if self._thread is None:
                 thread = LoopThread(name="mainspring mailboxes")

@@ -9,7 +9,6 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import anyio
-from anyio import from_thread
 
 from mainspring.core import clock
 from mainspring.core.process import in_event_loop
@@ -148,7 +147,7 @@ def _now() -> datetime:
     """Return the date, of the event loop's clock also in a worker thread of its own, which cannot read a virtual one."""
     if not in_event_loop():
         try:
-            return from_thread.run_sync(clock.utc_now)
+            return anyio.from_thread.run_sync(clock.utc_now)
         except RuntimeError:  # no worker thread, or its event loop has ended
             pass
     return clock.utc_now()

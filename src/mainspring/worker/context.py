@@ -7,7 +7,6 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Generic
 
 import anyio
-from anyio import from_thread
 from typing_extensions import TypeVar
 
 from mainspring.core.process import in_event_loop
@@ -250,7 +249,7 @@ class TransactionBlock(AbstractAsyncContextManager[Any], AbstractContextManager[
         if in_event_loop():
             raise ConfigError("`with ctx.transaction(…)` is for plain `def` handlers; write `async with` here")
         mailbox = self._message.mailbox
-        from_thread.run_sync(mailbox.check_open)
+        anyio.from_thread.run_sync(mailbox.check_open)
         self._thread_block = mailbox.backend.thread_transaction(self._message, self._connection)
         return self._thread_block.__enter__()
 

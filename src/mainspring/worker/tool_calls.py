@@ -8,7 +8,6 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Self
 
 import anyio
-from anyio import from_thread
 
 from mainspring.core import clock
 from mainspring.core.process import in_event_loop
@@ -219,9 +218,9 @@ class ToolCallBlock:
     def __enter__(self) -> Self:
         if in_event_loop():
             raise ConfigError("`with ctx.tool_call(…)` is for handlers in threads; write `async with` here")
-        return from_thread.run(self.__aenter__)
+        return anyio.from_thread.run(self.__aenter__)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        from_thread.run(self.__aexit__, kind, error, trace)
+        anyio.from_thread.run(self.__aexit__, kind, error, trace)

@@ -64,11 +64,25 @@ async def test_each_page_goes_along_an_index(connections, mailbox):
 async def test_a_page_looks_at_so_many_messages_and_no_more(mailbox):
     """Where other messages of the task are in another place, or were sent before, there are pages without messages."""
     await send(mailbox, *range(2 * LOOK_AT), delay=1_000)
+    await send(mailbox, *range(2 * LOOK_AT), task="u")
     await send(mailbox, "pending")
     found = await pages(mailbox, MessageQuery(MessagePlace.PENDING, 10, task="t"))
     assert found == [[], [], ["pending"]]
     later = clock.utc_now().timestamp() + 60
     assert await pages(mailbox, MessageQuery(MessagePlace.DELAYED, 10, since=later)) == [[], [], []]
+
+
+async def test_a_page_goes_the_way_that_has_fewer_messages(mailbox):
+    """A task with many messages in another place, and one with few messages beside many others in the place."""
+    await send(mailbox, *range(3 * LOOK_AT))
+    await send(mailbox, "late", delay=1_000)
+    await send(mailbox, "rare", task="u")
+    await send(mailbox, *range(2 * LOOK_AT), task="v", delay=1_000)
+    await send(mailbox, "rare and late", task="u", delay=1_000)
+    assert await pages(mailbox, MessageQuery(MessagePlace.IN_FLIGHT, 9, task="t")) == [[]]
+    assert await pages(mailbox, MessageQuery(MessagePlace.PENDING, 9, task="u")) == [["rare"]]
+    assert await pages(mailbox, MessageQuery(MessagePlace.DELAYED, 9, task="u")) == [["rare and late"]]
+    assert (await pages(mailbox, MessageQuery(MessagePlace.DELAYED, 9, task="t")))[0] == ["late"]
 
 
 async def test_what_was_sent_late_comes_first_where_a_date_is_asked_for(mailbox):

@@ -101,6 +101,28 @@ async def lists_are_narrowed_by_task_key_and_date(h: Harness, box: AnyMailbox) -
 
 
 @on_mailbox("listing")
+async def a_list_of_a_task_is_whole_in_each_place(h: Harness, box: AnyMailbox) -> None:
+    """Few or many messages of the task, or of the key, may be in another place, and others of the place of another task."""
+    for many in (PENDING, DELAYED):
+        sent: dict[tuple[MessagePlace, str], list[str]] = {}
+        for task, key in (("t", "k"), ("u", "l")):
+            ids = [await _send(box, n, task=task, key=key) for n in range(2)]
+            await box.receive(max_messages=2, visibility_timeout=600)
+            sent[IN_FLIGHT, task] = ids
+        for task, key in (("t", "k"), ("u", "l")):
+            for place, delay in ((PENDING, 0), (DELAYED, 1_000)):
+                count = 9 if place is many else 2
+                sent[place, task] = [await _send(box, n, task=task, key=key, delay=delay) for n in range(count)]
+        for (place, task), ids in sent.items():
+            key = "k" if task == "t" else "l"
+            for of_task, of_key in ((task, None), (None, key), (task, key)):
+                for limit in (1, 4):
+                    found = _ids(await _all(box, MessageQuery(place, limit, task=of_task, key=of_key)))
+                    equal(found, sorted(ids), f"{place} of {of_task} and {of_key}, in pages of {limit}")
+        await box.purge()
+
+
+@on_mailbox("listing")
 async def keys_are_listed_as_they_were_given(h: Harness, box: AnyMailbox) -> None:
     """A key of up to 512 characters, with any but NUL, is found by itself, and is that of the message that is found."""
     keys = [

@@ -967,6 +967,16 @@ function limits.waiting_id(member)
   return read and string.sub(member, string.len(name) + 22) or nil
 end
 
+-- Whether the entries of a message in `listed` begin so.
+function limits.is_of(list, id, about)
+  for _, member in ipairs({ listed_at(read_entry(id, about)) }) do
+    if string.sub(member, 1, string.len(list)) == list then
+      return true
+    end
+  end
+  return false
+end
+
 -- The field of `more` that an entry in `listed` stands for; nil: no mailbox wrote it.
 function limits.listed_field(member)
   local read, ends = pcall(function()

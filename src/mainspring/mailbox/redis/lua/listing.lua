@@ -1,7 +1,8 @@
 -- Lists of the unfinished messages in pages, and changes of one.
 --
--- Messages of a task or a key are in the order of their places, the others where they are: pending ones in the order of delivery,
--- then those that wait at limiters, delayed ones as they are due, those in flight as their leases end.
+-- A list goes along a place: pending messages in the order of delivery, then those that wait at limiters, delayed ones as they are
+-- due, those in flight as their leases end. If fewer messages are of the task or the key that is asked for, it goes along those, in
+-- the order of their places.
 
 local LOOKED_AT = 1000 -- messages of one page
 local INDEXES = { pending = { 'ready', 'waits' }, delayed = { 'delayed' }, in_flight = { 'leases' } }
@@ -45,22 +46,24 @@ local function id_at(index, member)
   return id
 end
 
--- Add a message to a page, if it was sent at `since` or later. How many bytes it has.
-local function add_row(box, page, id, place, when, since)
+-- Add a message to a page, if it was sent at `since` or later, and is of `list`. How many bytes it has.
+local function add_row(box, page, id, place, when, since, list)
   local value = redis.call('HGET', box.messages, id)
   local rank, sent
   if value then
     sent, rank = string.match(value, '^%d+|(%d+)|(%-?%d+)|')
     if (tonumber(sent) or 0) >= since then
       local known = redis.call('HMGET', box.more, 'b' .. id, 'c' .. id, 'h' .. id, 't' .. id)
-      page[#page + 1] = { id, value, place, rank or '0', when, unpack(known, 1, 4) }
+      if list == '' or known[4] and limits.is_of(list, id, known[4]) then
+        page[#page + 1] = { id, value, place, rank or '0', when, unpack(known, 1, 4) }
+      end
     end
   end
   return value and string.len(value) or 0
 end
 
--- A page of all messages of a place.
-local function list_all(box, place, limit, since, after)
+-- A page of a list along a place.
+local function list_all(box, place, limit, since, list, after)
   local indexes, page, looked_at, size = INDEXES[place], {}, 0, 0
   local at, score, member = string.match(after, '^(%d) (%S+) (.*)$')
   at, score = tonumber(at), tonumber(score)
@@ -80,7 +83,7 @@ local function list_all(box, place, limit, since, after)
         if id and index == 'leases' then
           when = tonumber((of_receipt(found[i])))
         end
-        size = size + (id and add_row(box, page, id, place, when, since) or 0)
+        size = size + (id and add_row(box, page, id, place, when, since, list) or 0)
         looked_at, score, member = looked_at + 1, tonumber(found[i + 1]), found[i]
       end
       if #found < 2 * SOME then
@@ -118,7 +121,7 @@ local function are_in(box, ids, about, place)
   return found
 end
 
--- A page of the messages of a task or a key.
+-- A page of a list along the messages of a task or a key.
 local function list_some(box, place, limit, since, list, after)
   local from = string.sub(after, 1, string.len(list)) == list and '(' .. after or '[' .. list
   local members = redis.call('ZRANGE', box.listed, from, '(' .. list .. ':', 'BYLEX', 'LIMIT', 0, LOOKED_AT)
@@ -136,19 +139,33 @@ local function list_some(box, place, limit, since, list, after)
       return page, last
     end
     if whens[i] and tonumber(string.match(about[i], '^%d %-?%d+ %d+ (%d+)')) >= since then
-      size = size + add_row(box, page, id, place, whens[i], since)
+      size = size + add_row(box, page, id, place, whens[i], since, '')
     end
     last = members[i]
   end
   return page, #members == LOOKED_AT and last or ''
 end
 
+-- Whether a list goes along its place. The next pages go the way of the first.
+local function goes_along_place(box, place, list, after)
+  if list == '' or string.find(after, '^%d ') then
+    return true
+  elseif string.sub(after, 1, string.len(list)) == list then
+    return false
+  end
+  local there = 0
+  for _, index in ipairs(INDEXES[place]) do
+    there = there + redis.call('ZCARD', box[index])
+  end
+  return there <= redis.call('ZLEXCOUNT', box.listed, '[' .. list, '(' .. list .. ':')
+end
+
 -- Messages of a place that were sent at `since` or later: rows as `find` has them, with the id in the place of its number, and
 -- where the next page begins ('': nowhere). `list`: the begin of their entries in `listed`; '': all messages.
 local function list_messages(box, place, limit, since, list, after)
   local page, behind
-  if list == '' then
-    page, behind = list_all(box, place, limit, since, after)
+  if goes_along_place(box, place, list, after) then
+    page, behind = list_all(box, place, limit, since, list, after)
   else
     page, behind = list_some(box, place, limit, since, list, after)
     if place == 'in_flight' then
