@@ -1,7 +1,7 @@
 """Limits of tasks: what a queue with keys, with an order, a rate or a concurrency drains, beside the same queue without.
 
 Then what a message costs where each has a key of its own, beside messages of one key; and the first page of a list of a million
-jobs. Each on every store that keeps limits.
+jobs, and of the few dead letters of a task among a million. Each on every store that keeps limits.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ JOBS = 20_000 if quick() else 1_000_000
 TOGETHER = 1_000
 """How many are sent by one call."""
 PAGES = 20
+RARE = 10
+"""How many of the dead letters are of the task that is listed."""
 SLOTS = 100
 """The concurrency of the loop that drains."""
 STORES = ("memory", "sqlite", "redis", "postgresql")
@@ -99,6 +101,32 @@ async def first_pages(url: str) -> list[float]:
     return times[1:]
 
 
+async def dead_pages(url: str) -> list[float]:
+    """Return the seconds that the dead letters of a task take which has few among many. All have died of their expiry."""
+    tasks, times = Tasks(url), []
+
+    @tasks.task
+    async def work() -> None: ...
+
+    @tasks.task
+    async def rare() -> None: ...
+
+    async with tasks:
+        for start in range(0, JOBS, TOGETHER):
+            await work.options(expires_in=0.001).send_many([()] * TOGETHER)
+            if start % (JOBS // RARE) == 0:
+                await rare.options(expires_in=0.001).send()
+        while (await tasks.mailbox.counts()).waiting:
+            pass
+        for number in range(PAGES + 1):
+            began = time.perf_counter()
+            found = [job async for job in tasks.mailbox.jobs(state=("dead", "expired"), task="rare", limit=50)]
+            times.append(time.perf_counter() - began)
+            assert len(found) == RARE, number
+        await tasks.mailbox.purge_dead_letters()
+    return times[1:]
+
+
 def measure(store: str, url: Callable[[str], str]) -> None:
     """Report the rows of one store. ``url`` gives that of a mailbox by its name."""
     runs = [
@@ -126,6 +154,9 @@ def measure(store: str, url: Callable[[str], str]) -> None:
     goal = FIRST_PAGE.get(store, 0.02)
     name = f"limits, {store}: the first page of {JOBS:,} jobs / {milliseconds(goal)}"
     report(beside(name, pages, goal, 1.0, milliseconds, at_most=True, note="50 pending jobs of a task"))
+    pages = on_uvloop(dead_pages, url("dead"))
+    name = f"limits, {store}: the dead letters of a task among {JOBS:,} / {milliseconds(goal)}"
+    report(beside(name, pages, goal, 1.0, milliseconds, at_most=True, note=f"{RARE} of them are of the task"))
 
 
 def main() -> None:

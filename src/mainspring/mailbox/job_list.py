@@ -50,6 +50,8 @@ States: TypeAlias = "JobState | str | Iterable[JobState | str]"
 
 PAGE: Final = 500
 """The most jobs that are read at once."""
+FIRST_PAGE: Final = 100
+"""How many jobs a list with a limit reads first, where some of them may not fit."""
 LONGEST_AGO: Final = 1e10
 """The most seconds before now that a filter takes: three centuries."""
 
@@ -125,7 +127,7 @@ class JobFilter:
         """True if all jobs that the store lists for this filter fit, so that no more need be read than are wanted."""
         if self.until is not None or self.search is not None:
             return False
-        narrowed = self.task is not None or self.key is not None or self.since is not None
+        narrowed = (self.task is not None and place != DEAD) or self.key is not None or self.since is not None
         return place in tuple(MessagePlace) or (not narrowed and _PLACES[place] <= self.states)
 
 
@@ -237,6 +239,7 @@ class JobList:
         self._mailbox = mailbox
         self._which = which
         self._left = limit
+        self._look_at = 0
         at = _Position(tuple(map(_Cursor, _ROUNDS[0]))) if after is None else _Position.read(after)
         left_out = {RESULT, CHAIN} if not mailbox.capabilities.records else set() if chains else {CHAIN}
         rounds = [at.cursors, *(tuple(map(_Cursor, places)) for places in _ROUNDS[at.round + 1 :])]
@@ -304,10 +307,16 @@ class JobList:
         return replace(found.job, arguments=arguments, position=str(position))
 
     def _size(self, here: _Cursor) -> int:
-        """Return how many jobs to read: no more than are wanted, where each job that is read is one of them."""
-        if self._left is None or self._behind is not None or not self._which.is_found_by_store(here.place):
+        """Return how many jobs to read: no more than are wanted, where each job that is read is one of them.
+
+        Else more with each page, as it may have few that fit.
+        """
+        if self._left is None or self._behind is not None:
             return PAGE
-        return min(PAGE, self._left)
+        if self._which.is_found_by_store(here.place):
+            return min(PAGE, self._left)
+        self._look_at = min(PAGE, 2 * self._look_at or max(FIRST_PAGE, self._left))
+        return self._look_at
 
     async def _read(self, place: str, size: int, after: str | None) -> _JobPage:
         backend = self._mailbox.backend

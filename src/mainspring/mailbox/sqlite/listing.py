@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 LOOK_AT: Final = 2_000
 """How many entries one page looks at, where it may find less than it looks at."""
-COUNT_AT_MOST: Final = 100_000
+COUNT_AT_MOST: Final = 50_000
 """How many messages of a task or a key are counted to choose a way."""
 
 
@@ -59,11 +59,11 @@ def list_messages(work: UnitOfWork, commands: list[ListMessages]) -> None:
 def _page(work: UnitOfWork, mailbox: int, query: MessageQuery) -> MessagePage:
     walks, after = _begin(query) or (_walks(work, mailbox, query), [])
     chosen: dict[int, Spot] = {}
+    look_at, looked_at = query.limit, 0
     while True:
         walk = walks[0]
-        narrowed = query.since is not None or query.task is not None or query.key is not None
-        look_at = query.limit if walk in {_WAITING, _READY} and not narrowed else max(query.limit, LOOK_AT)
         entries = _entries(work, walk, mailbox, query, after, look_at)
+        looked_at += len(entries)
         wanted = _wanted(work, walk, mailbox, query, entries)
         for entry in entries:
             if len(chosen) == query.limit:
@@ -71,11 +71,13 @@ def _page(work: UnitOfWork, mailbox: int, query: MessageQuery) -> MessagePage:
             after = list(entry[:-1])
             if entry[-1] in wanted:
                 chosen[entry[-1]] = Spot(query.place, wanted[entry[-1]])
-        if len(entries) == look_at:
+        if len(entries) < look_at:
+            walks, after = walks[1:], []
+            if not walks:
+                return _of(work, chosen, None)
+        elif len(chosen) == query.limit or looked_at >= LOOK_AT:
             return _of(work, chosen, json.dumps([walk.table, *after]))
-        walks, after = walks[1:], []
-        if not walks:
-            return _of(work, chosen, None)
+        look_at = min(2 * look_at, max(query.limit, LOOK_AT - looked_at))  # the next ones may not be wanted, either
 
 
 def _walks(work: UnitOfWork, mailbox: int, query: MessageQuery) -> list[Walk]:
