@@ -154,7 +154,7 @@ async def test_an_upgrade_brings_the_functions_of_its_version(place):
     place.execute("ALTER TABLE SCHEMA.mailboxes DROP COLUMN results_until")
     place.execute("DROP TABLE SCHEMA.task_limits CASCADE")
     place.execute("DROP TABLE SCHEMA.key_rates, SCHEMA.freed_permits")
-    place.execute("DROP INDEX SCHEMA.messages_let_in")
+    place.execute("DROP INDEX SCHEMA.messages_let_in, SCHEMA.messages_delayed")
     for table in ("messages", "dead"):
         columns = ", ".join(f"DROP COLUMN {name}" for name in ("task", "task_key", "weight", "permits"))
         place.execute(f"ALTER TABLE SCHEMA.{table} {columns}")
@@ -176,7 +176,7 @@ async def test_dead_letters_of_an_earlier_version_are_found_by_their_task(place)
         for message in await mailbox.receive(max_messages=9):
             await message.dead_letter("no")
     place.execute("UPDATE SCHEMA.store SET version = 11")
-    place.execute("DROP INDEX SCHEMA.dead_by_task")
+    place.execute("DROP INDEX SCHEMA.dead_by_task, SCHEMA.messages_delayed")
     place.execute("DROP FUNCTION SCHEMA.dead_letters_of")
     async with place.mailbox() as mailbox:
         assert [letter.message_id for letter in await mailbox.dead_letters(task="work")] == ids[:1]

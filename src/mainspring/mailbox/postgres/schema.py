@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from mainspring.mailbox.postgres.connection import ConnectionPool
 
 
-_TABLES = ("0001_tables.sql", *[None] * 8, "0010_records.sql", "0011_tasks.sql", "0012_dead_tasks.sql")
+_TABLES = ("0001_tables.sql", *[None] * 8, "0010_records.sql", "0011_tasks.sql", "0012_lists.sql")
 """What brings the tables from each version to the next: the first makes version 1. None: only functions are others.
 
 A function that a version does without stays where it is: processes of an earlier Mainspring may still call it."""

@@ -63,6 +63,12 @@ BEGIN
                 AND (m.rank, m.pos) >= (coalesce(behind[1]::integer, -32768), coalesce(behind[2]::bigint, 0))
                 AND (m.rank, m.pos, m.id) > (coalesce(behind[1]::integer, -32768), coalesce(behind[2]::bigint, 0),
                     coalesce(behind[3], '')) ORDER BY m.rank, m.pos, m.id LIMIT looks;
+        ELSIF tasks[n] IS NULL AND states[n] = 1 THEN
+            OPEN page FOR SELECT m.id, m.state, m.enqueued_at, ARRAY[extract(epoch FROM m.due)::text, m.id] AS place
+                FROM mainspring.messages m WHERE m.mailbox = box AND m.state = 1
+                AND m.due >= coalesce(to_timestamp(behind[1]::float8), '-infinity'::timestamptz)
+                AND (m.due, m.id) > (coalesce(to_timestamp(behind[1]::float8), '-infinity'::timestamptz), coalesce(behind[2], ''))
+                ORDER BY m.due, m.id LIMIT looks;
         ELSIF tasks[n] IS NULL THEN
             OPEN page FOR SELECT m.id, m.state, m.enqueued_at, ARRAY[extract(epoch FROM m.due)::text, m.id] AS place
                 FROM mainspring.messages m WHERE m.mailbox = box AND m.state <> 0

@@ -51,18 +51,23 @@ RETURNS TABLE (
     id text, body bytea, deliveries integer, attempts integer, enqueued_at float8, first_received_at float8,
     reply_to text, headers text, checkpoint bytea, history text, error text, error_type text, traceback text,
     dead_at float8
-) LANGUAGE plpgsql SET plan_cache_mode = force_custom_plan AS $$
--- The oldest ones behind the one with that id; or (`named`) those with these ids, for which the plan is another.
+) LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off AS $$
+-- The oldest ones behind the one with that id; or (`named`) those with these ids.
+DECLARE places bigint[];
 BEGIN
     PERFORM mainspring.sweep_all(box);
+    IF named IS NULL THEN
+        places := ARRAY(SELECT d.place FROM mainspring.dead d WHERE d.mailbox = box AND d.place > coalesce(
+            (SELECT max(e.place) FROM mainspring.dead e WHERE e.mailbox = box AND e.id = behind), 0)
+            ORDER BY d.place LIMIT most);
+    ELSE
+        places := ARRAY(SELECT d.place FROM mainspring.dead d WHERE d.mailbox = box AND d.id = ANY (named));
+    END IF;
     RETURN QUERY
         SELECT d.id, d.body, d.deliveries, d.attempts, extract(epoch FROM d.enqueued_at)::float8,
             extract(epoch FROM d.first_received_at)::float8, d.reply_to, d.headers, d.checkpoint, d.history, d.error,
             d.error_type, d.traceback, extract(epoch FROM d.dead_at)::float8
-        FROM mainspring.dead d
-        WHERE d.mailbox = box AND (named IS NULL OR d.id = ANY (named)) AND d.place > coalesce(
-            (SELECT max(e.place) FROM mainspring.dead e WHERE e.mailbox = box AND e.id = behind), 0)
-        ORDER BY d.place LIMIT most;
+        FROM mainspring.dead d WHERE d.place = ANY (places) ORDER BY d.place LIMIT most;
 END $$;
 
 CREATE OR REPLACE FUNCTION mainspring.dead_letters_of(box integer, of_task text, most integer, behind text)

@@ -24,6 +24,29 @@ local function with_record(box, ids)
   return there, #gone
 end
 
+-- Put a dead letter into the index by task. One of an earlier version has its task in its body alone, if it is a call. Return how
+-- many bytes were read.
+local function list_by_task(box, id, number)
+  local about, size = redis.call('HGET', box.dead_details, 't' .. id), 0
+  if not about then
+    local value = redis.call('HGET', box.dead, id) or ''
+    local head, call = '^(%d+)|(%d+)|(%-?%d+)|', '{"task":"([%w_.:/-]+)","args":'
+    local place, sent, rank, task = string.match(value, head .. '%-' .. call)
+    if not task then
+      place, sent, rank, task = string.match(value, head .. '%+[^\n]*\n' .. call)
+    end
+    size = string.len(value)
+    if task then
+      about = limits.about_call(rank, place, sent, task)
+      redis.call('HSET', box.dead_details, 't' .. id, about)
+    end
+  end
+  if about then
+    redis.call('ZADD', box.dead_tasks, 0, limits.task_written(about) .. place_of(number) .. id)
+  end
+  return size
+end
+
 -- The same for entries of `dead_tasks`.
 local function with_record_of_task(box, members)
   local there, gone = {}, {}

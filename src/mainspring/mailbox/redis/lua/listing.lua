@@ -175,6 +175,23 @@ local function list_messages(box, place, limit, since, list, after)
   return { page, behind }
 end
 
+-- Put the dead letters of an earlier version into the index by task, some at a time. Return whether all are there.
+local function are_dead_indexed(box)
+  local upto = redis.call('HGET', box.state, 'by_task')
+  if upto == 'all' then
+    return true
+  end
+  local found = redis.call('ZRANGE', box.dead_order, '(' .. (tonumber(upto or nil) or 0), '+inf', 'BYSCORE',
+    'LIMIT', 0, LOOKED_AT, 'WITHSCORES')
+  local size, last = 0, 0
+  while last < #found and size <= MUCH do
+    size, last = size + list_by_task(box, found[last + 1], found[last + 2]), last + 2
+  end
+  local is_end = last == #found and #found < 2 * LOOKED_AT
+  redis.call('HSET', box.state, 'by_task', is_end and 'all' or found[last])
+  return is_end
+end
+
 -- Let a message that waits have another body: 0 there is none such, 1 it is in flight, 2 it is done, 3 there is no memory.
 local function replace_body(box, id, body)
   local value, _, spot = find_waiting(box, id)

@@ -80,25 +80,6 @@ local function drop_without_record(box, ...)
   return 0
 end
 
--- Put a dead letter into the index by task. One of an earlier version has its task in its body alone, if it is a call.
-local function list_by_task(box, id, value, number)
-  local about = redis.call('HGET', box.dead_details, 't' .. id)
-  if not about then
-    local head = '^(%d+)|(%d+)|(%-?%d+)|'
-    local call = '{"task":"([%w_.:/-]+)","args":'
-    local place, sent, rank, task = string.match(value, head .. '%-' .. call)
-    if not task then
-      place, sent, rank, task = string.match(value, head .. '%+[^\n]*\n' .. call)
-    end
-    if not task then
-      return
-    end
-    about = limits.about_call(rank, place, sent, task)
-    redis.call('HSET', box.dead_details, 't' .. id, about)
-  end
-  redis.call('ZADD', box.dead_tasks, 0, limits.task_written(about) .. place_of(number) .. id)
-end
-
 -- Dead letters that an index has lost are put back there, in `dead_order` at its end; living messages are no dead letters.
 local function restore_dead(box, found)
   local count = 0
@@ -113,7 +94,7 @@ local function restore_dead(box, found)
         redis.call('ZADD', box.dead_order, number, id)
         count = count + 1
       end
-      list_by_task(box, id, found[i + 1], number)
+      list_by_task(box, id, number)
     end
   end
   return count
@@ -209,7 +190,7 @@ end
 -- Do what is due of it; how many messages and dead letters have been found again, and in how many microseconds to come again.
 -- `every` microseconds it is looked whether there is anything to mend.
 local function recover(box, every)
-  local known = redis.call('HMGET', box.state, 'recovery', 'recovered', 'by_task')
+  local known = redis.call('HMGET', box.state, 'recovery', 'recovered')
   local due, part, cursor = string.match(known[1] or '', '^(%d+) (%d+) (%d+)$')
   due, part = tonumber(due), tonumber(part)
   if due and due > now and due - now <= math.max(every, PAUSE) then
@@ -217,9 +198,8 @@ local function recover(box, every)
   end
   local last = tonumber(known[2] or nil)
   if not PARTS[part] then
-    local is_by_task = known[3] or redis.call('HLEN', box.dead) == 0 -- else they are of an earlier version
-    if is_by_task and is_whole(box) and (not last or now - last < DAY) then
-      redis.call('HSET', box.state, 'recovery', text(now + every) .. ' 0 0', 'recovered', text(last or now), 'by_task', 1)
+    if is_whole(box) and (not last or now - last < DAY) then
+      redis.call('HSET', box.state, 'recovery', text(now + every) .. ' 0 0', 'recovered', text(last or now))
       return { 0, every }
     end
     part, cursor = 1, '0'
@@ -241,7 +221,7 @@ local function recover(box, every)
   local pause = PARTS[part] and PAUSE or every
   redis.call('HSET', box.state, 'recovery', text(now + pause) .. ' ' .. part .. ' ' .. cursor)
   if not PARTS[part] then
-    redis.call('HSET', box.state, 'recovered', text(now), 'by_task', 1)
+    redis.call('HSET', box.state, 'recovered', text(now))
   end
   return { found, pause }
 end

@@ -316,7 +316,7 @@ local operations = {
   end,
   list_dead = function()
     local limit, after, task = next_number(), next_argument(), next_argument()
-    if sweep(box) then
+    if sweep(box) or task ~= '' and not are_dead_indexed(box) then
       return -1
     end
     return task == '' and list_dead(box, limit, after) or list_dead_of(box, limit, after, task)

@@ -23,8 +23,8 @@
 --   leases    zset   receipt -> when it ends. A receipt: time of the claim "." rank "." claimant "." place id
 --   state     hash   seq: the last place given; tick: the time of the last claim or of the last write of a record, no two are
 --                    equal; settled: how many are; g and the name of a channel: the tick of the last message that was claimed
---                    for its listener and sent there; recovery and recovered: see recovery.lua; by_task: `dead_tasks` is
---                    complete; limits: there are some; d and a task: what they are (see limits.lua)
+--                    for its listener and sent there; recovery and recovered: see recovery.lua; by_task: up to which
+--                    number `dead_tasks` is complete, or "all"; limits: there are some; d and a task: what they are (see limits.lua)
 --   more      hash   what only some messages have, by a letter and the id: b: deliveries, attempts and first claim of one that
 --                    came back; c: checkpoint; h: history; k: dedup key; l: its expiry, which came while it was in flight;
 --                    p: its place, where it is another than the one in its head; t: its task (see limits.lua). And `!`: claims
@@ -316,6 +316,9 @@ local function dead_letter(box, id, why, claimed, history, at, unclaimed)
   redis.call('HSET', box.dead_details, unpack(record))
   local number = next_seq(box, 1)
   redis.call('ZADD', box.dead_order, number, id)
+  if redis.call('ZCARD', box.dead_order) == 1 then
+    redis.call('HSET', box.state, 'by_task', 'all')
+  end
   if kept[4] then
     redis.call('ZADD', box.dead_tasks, 0, limits.task_written(kept[4]) .. place_of(number) .. id)
   end

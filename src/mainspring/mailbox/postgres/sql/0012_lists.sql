@@ -1,5 +1,9 @@
--- Dead letters by task: what is new in version 12.
+-- Dead letters by task, and delayed messages apart from those in flight: what is new in version 12.
 --
+-- To make an index, PostgreSQL reads its table once; sends and claims wait meanwhile.
+
+CREATE INDEX messages_delayed ON mainspring.messages (mailbox, due) WHERE state = 1;
+
 -- A dead letter of before version 11 has its task in its body alone, if it is a call.
 
 UPDATE mainspring.dead d SET task = encode(c.name, 'escape') FROM (
