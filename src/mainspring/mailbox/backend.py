@@ -14,7 +14,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, TypeVar
 
 from mainspring.errors import ConfigError, InvalidParameterError
-from mainspring.mailbox.limiters import ALL_TASKS
 from mainspring.mailbox.limits import check_name, no_transactions
 from mainspring.mailbox.message import ACK
 
@@ -118,6 +117,8 @@ class Capabilities:
 
 def check_changes(name: str, capabilities: Capabilities, changes: Sequence[LimitChange]) -> None:
     """Raise :class:`ConfigError` for a change of limits that a backend cannot make, with the backends that can."""
+    from mainspring.mailbox.limiters import ALL_TASKS  # late: only what changes limits needs it
+
     for change in changes:
         if change.task != ALL_TASKS:
             if not capabilities.limits:
