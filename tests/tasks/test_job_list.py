@@ -15,7 +15,7 @@ from task_support import group_of, until_done
 from mainspring import CancelOutcome, DeadLetterPolicy, InMemoryMailbox, JobState, Tasks, parallel
 from mainspring.errors import ConfigError, InvalidParameterError, MailboxConnectionError
 from mainspring.mailbox import job_list
-from mainspring.mailbox.backend import Backend
+from mainspring.mailbox.backend import Backend, Capabilities
 from mainspring.mailbox.jobs import JobProgress, keep_progress, status_of
 from mainspring.mailbox.limiters import LimitChange, TaskLimits
 from mainspring.mailbox.memory import listing
@@ -501,6 +501,7 @@ async def test_bad_filters_are_refused_by_the_call(filters, says):
 class Limited(WrappedBackend):
     """A backend without lists, edits and limits."""
 
+    capabilities = Capabilities()
     list_messages, replace_body = Backend.list_messages, Backend.replace_body
     change_limits, limits = Backend.change_limits, Backend.limits
 
