@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
+from functools import cache
 from itertools import count
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias
@@ -89,7 +90,12 @@ class ClaimedMessage:
 def header_of(headers: Mapping[str, str], name: str) -> str | None:
     """Return a header of Mainspring's own, or None. Without the prefix is how earlier revisions named it, for one release."""
     value = headers.get(name)
-    return headers.get(name.removeprefix("mainspring-").replace("-", "_")) if value is None else value
+    return headers.get(_former_name(name)) if value is None else value
+
+
+@cache
+def _former_name(name: str) -> str:
+    return name.removeprefix("mainspring-").replace("-", "_")
 
 
 Delivery = ClaimedMessage

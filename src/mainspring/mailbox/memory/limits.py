@@ -22,15 +22,17 @@ SWEEP_FROM: Final = 1_024
 """Idle limiters of keys are dropped only above this number of keys."""
 
 
-class LimiterQueue:
-    """One limiter with the messages that wait at it. ``timer`` is set while it is to open at a known instant."""
+class LimiterQueue(Limiter):
+    """A limiter with its bounds, and the messages that wait at it. ``timer`` is set while it is to open at a known instant."""
 
-    __slots__ = ("_gone", "_lines", "_tie", "key", "limiter", "task", "timer", "waiting")
+    __slots__ = ("_gone", "_lines", "_tie", "key", "most", "permit", "rate", "task", "timer", "waiting")
 
     def __init__(self, task: TaskLimiters, key: str | None) -> None:
+        super().__init__()
         self.task = task
         self.key = key
-        self.limiter = Limiter()
+        self.permit = TASK if key is None else KEY
+        self.most, self.rate = task.bounds(key)
         self.waiting = 0
         """How many messages wait."""
         self.timer = 0
@@ -71,14 +73,20 @@ class LimiterQueue:
         """Take out the message that is next, where any waits."""
         while True:
             priority = max(self._lines)
-            entry = self.first_of(priority)
-            if entry is None:
-                del self._lines[priority]
-                continue
-            heappop(self._lines[priority])
-            entry.waits_at = None
-            self.waiting -= 1
-            return entry
+            line = self._lines[priority]
+            while line:
+                entry = heappop(line)[2]
+                if entry.waits_at is self:
+                    entry.waits_at = None
+                    self.waiting -= 1
+                    return entry
+                self._gone -= 1
+            del self._lines[priority]
+
+    @property
+    def has_room(self) -> bool:
+        """True if fewer are in flight than it allows."""
+        return self.most is None or self.used - self.unclaimed < self.most
 
     def __iter__(self) -> Iterator[QueuedMessage]:
         for _, line in sorted(self._lines.items(), reverse=True):
@@ -92,12 +100,10 @@ class TaskLimiters:
         "_sweep_at",
         "concurrency",
         "has_rate",
-        "key_bounds",
         "keys",
         "limits",
         "limits_keys",
         "own",
-        "own_bounds",
         "paused",
         "task",
     )
@@ -107,9 +113,9 @@ class TaskLimiters:
         self.limits = TaskLimits()
         self.paused = False
         self.concurrency: int | None = None
-        self.note_change()
-        self.own = LimiterQueue(self, None)
         self.keys: dict[str, LimiterQueue] = {}
+        self.own = LimiterQueue(self, None)
+        self.note_change()
         self._sweep_at = SWEEP_FROM
 
     @property
@@ -126,14 +132,19 @@ class TaskLimiters:
 
     def note_change(self) -> None:
         """Work out what follows from the limits, for each message to find it."""
-        self.own_bounds = self.most, self.limits.rate
-        self.key_bounds = self.limits.key_concurrency, self.limits.key_rate
         self.limits_keys = self.limits.limits_keys
         self.has_rate = self.limits.rate is not None or self.limits.key_rate is not None
+        for queue in self.queues():
+            queue.most, queue.rate = self.bounds(queue.key)
 
-    def bounds(self, queue: LimiterQueue) -> tuple[int | None, Rate | None]:
-        """Return the concurrency and the rate of one of its limiters."""
-        return self.own_bounds if queue is self.own else self.key_bounds
+    def bounds(self, key: str | None) -> tuple[int | None, Rate | None]:
+        """Return the concurrency and the rate of the limiter of a key, or (None) of its own."""
+        limits = self.limits
+        return (self.most, limits.rate) if key is None else (limits.key_concurrency, limits.key_rate)
+
+    def queues(self) -> list[LimiterQueue]:
+        """Return its limiters, its own last."""
+        return [*self.keys.values(), self.own]
 
     def lacks_key(self, entry: QueuedMessage) -> bool:
         """True if ``entry`` has yet to get the permit of its key, which comes first."""
@@ -144,7 +155,7 @@ class TaskLimiters:
         found = self.keys.get(key)
         if found is None:
             if len(self.keys) >= self._sweep_at:
-                for each in [each for each in self.keys.values() if each.limiter.is_idle(now) and not each.waiting]:
+                for each in [each for each in self.keys.values() if each.is_idle(now) and not each.waiting]:
                     del self.keys[each.key or ""]
                 self._sweep_at = max(SWEEP_FROM, 2 * len(self.keys))
             found = self.keys[key] = LimiterQueue(self, key)
@@ -160,6 +171,7 @@ class MemoryLimits:
         self.tasks: dict[str, TaskLimiters] = {}
         self.waiting = 0
         """Messages that wait at a limiter."""
+        self._has_rates = False
 
     @property
     def is_paused(self) -> bool:
@@ -184,12 +196,13 @@ class MemoryLimits:
             if change.concurrency is not None:
                 task.concurrency = change.concurrency or None
             task.note_change()
-            for queue in [*task.keys.values(), task.own]:
+            for queue in task.queues():
                 if queue.timer:
                     self._timers.drop_timer(queue)
                 self.let_in(queue, now)
-            if not task.is_set and not task.own.limiter.used and not task.keys:
+            if not task.is_set and not task.own.used and not task.keys:
                 del self.tasks[change.task]
+        self._has_rates = any(task.has_rate for task in self.tasks.values())
 
     def states(self, in_flight: int) -> list[LimitState]:
         """Return the limits of each task."""
@@ -199,8 +212,8 @@ class MemoryLimits:
                 task.limits,
                 task.paused,
                 task.concurrency,
-                in_flight if task.task == ALL_TASKS else task.own.limiter.used,
-                sum(queue.waiting for queue in [*task.keys.values(), task.own]),
+                in_flight if task.task == ALL_TASKS else task.own.used,
+                sum(queue.waiting for queue in task.queues()),
             )
             for _, task in sorted(self.tasks.items())
             if task.is_set
@@ -222,54 +235,60 @@ class MemoryLimits:
 
     def enter(self, task: TaskLimiters, entry: QueuedMessage, now: float) -> None:
         """Let a message that is due get its permits: it becomes ready, or waits at a limiter."""
-        if task.lacks_key(entry):
-            self._wait(task.key_queue(entry.key or "", now), entry, now)
-        elif not entry.permits & TASK:
-            self._wait(task.own, entry, now)
-        else:
+        if task.lacks_key(entry) and not self._gets(entry, task.key_queue(entry.key or "", now), now):
+            return
+        if entry.permits & TASK or self._gets(entry, task.own, now):
             self._make_ready(entry)
+
+    def _gets(self, entry: QueuedMessage, queue: LimiterQueue, now: float) -> bool:
+        """True if a message gets the permit of a limiter at once. Else it waits there."""
+        if queue.waiting or queue.opens_at(queue.most, queue.rate, now) > now:
+            queue.add(entry)
+            self.waiting += 1
+            self.let_in(queue, now)
+            return False
+        queue.give()
+        entry.permits |= queue.permit
+        return True
 
     def admit(self, task: TaskLimiters, entry: QueuedMessage, now: float) -> bool:
         """True if ``entry``, which is ready, is claimed. Else it waits at its limiter.
 
         It may lack a permit, as the limits are newer than it, or as many may be in flight as the limits now allow.
         """
-        key_queue = task.keys.get(entry.key or "") if entry.permits & KEY else None
-        if task.lacks_key(entry) or (key_queue is not None and not self._is_open(task, key_queue)):
-            self.left(entry, now, was_claimed=False)
-        elif not (entry.permits & TASK and self._is_open(task, task.own)):
-            self.left(entry, now, was_claimed=False, keeps=KEY)
-        else:
-            for queue in self._held(task, entry, entry.permits):
-                queue.limiter.claimed(task.bounds(queue)[1], now)
+        own, of_key = task.own, task.keys.get(entry.key or "") if entry.permits & KEY else None
+        has_key = not task.lacks_key(entry) if of_key is None else of_key.has_room
+        if has_key and entry.permits & TASK and own.has_room:
+            own.claimed(own.rate, now)
+            if of_key is not None:
+                of_key.claimed(of_key.rate, now)
             return True
+        self.left(entry, now, was_claimed=False, keeps=KEY if has_key else 0)
         self.enter(task, entry, now)
         return False
 
-    def _is_open(self, task: TaskLimiters, queue: LimiterQueue) -> bool:
-        """True if fewer are in flight than the limit allows."""
-        most = task.bounds(queue)[0]
-        return most is None or queue.limiter.used - queue.limiter.unclaimed < most
-
     def claimed(self, entries: list[QueuedMessage], now: float) -> None:
         """Let in messages behind the claimed ones: the rate may be open for the next message."""
+        if not self._has_rates:
+            return
         for entry in entries:
-            task = None if entry.task is None or not entry.permits else self.tasks.get(entry.task)
+            task = None if entry.task is None else self.tasks.get(entry.task)
             if task is not None and task.has_rate:
                 for queue in self._held(task, entry, entry.permits):
-                    if task.bounds(queue)[1] is not None:
+                    if queue.rate is not None:
                         self.let_in(queue, now)
 
     def left(self, entry: QueuedMessage, now: float, *, was_claimed: bool, keeps: int = 0) -> None:
         """End the permits of a message except ``keeps``, and give them to the messages behind it."""
-        task = None if entry.task is None or not entry.permits else self.tasks.get(entry.task)
+        task = None if entry.task is None else self.tasks.get(entry.task)
         if task is None:
             return
         ended = self._held(task, entry, entry.permits & ~keeps)
         entry.permits &= keeps
         for queue in ended:
-            queue.limiter.end(was_claimed=was_claimed)
-            self.let_in(queue, now)
+            queue.end(was_claimed=was_claimed)
+            if queue.waiting:
+                self.let_in(queue, now)
 
     def comes_again(self, entry: QueuedMessage) -> None:
         """Note that a message which kept a permit is to be claimed again."""
@@ -282,10 +301,10 @@ class MemoryLimits:
         self._count_unclaimed(entry, -1)
 
     def _count_unclaimed(self, entry: QueuedMessage, change: int) -> None:
-        task = None if entry.task is None or not entry.permits else self.tasks.get(entry.task)
+        task = None if entry.task is None else self.tasks.get(entry.task)
         if task is not None:
             for queue in self._held(task, entry, entry.permits):
-                queue.limiter.unclaimed += change
+                queue.unclaimed += change
 
     def lost(self, entry: QueuedMessage) -> None:
         """Note that a message that waited at a limiter is gone from there."""
@@ -305,16 +324,15 @@ class MemoryLimits:
         """Forget all messages but dead ones, which may have permits. What is spent of a rate stays spent."""
         self.waiting = 0
         for task in self.tasks.values():
-            queues = [task.own, *task.keys.values()]
-            task.own, task.keys = LimiterQueue(task, None), {}
+            queues, task.own, task.keys = task.queues(), LimiterQueue(task, None), {}
             for queue in queues:
-                if queue.limiter.spent_until > now:
+                if queue.spent_until > now:
                     anew = task.own if queue.key is None else task.key_queue(queue.key, now)
-                    anew.limiter.spent_until = queue.limiter.spent_until
+                    anew.spent_until = queue.spent_until
         for entry in dead:
             task_of = None if entry.task is None or not entry.permits else self.tasks.get(entry.task)
             if task_of is not None and entry.key is not None:
-                task_of.key_queue(entry.key, now).limiter.used += 1
+                task_of.key_queue(entry.key, now).used += 1
 
     def _held(self, task: TaskLimiters, entry: QueuedMessage, permits: int) -> tuple[LimiterQueue, ...]:
         """Return the limiters of these permits of ``entry``."""
@@ -323,35 +341,19 @@ class MemoryLimits:
             return (task.own,) if permits & TASK else ()
         return (of_key, task.own) if permits & TASK else (of_key,)
 
-    def _wait(self, queue: LimiterQueue, entry: QueuedMessage, now: float) -> None:
-        """Let a message wait at a limiter, or give it its permit if no other waits there and it is open."""
-        if not queue.waiting and queue.limiter.opens_at(*queue.task.bounds(queue), now) <= now:
-            self._give(queue, entry, now)
-            return
-        queue.add(entry)
-        self.waiting += 1
-        self.let_in(queue, now)
-
-    def _give(self, queue: LimiterQueue, entry: QueuedMessage, now: float) -> None:
-        queue.limiter.give()
-        entry.permits |= TASK if queue is queue.task.own else KEY
-        self.enter(queue.task, entry, now)
-
     def let_in(self, queue: LimiterQueue, now: float) -> None:
         """Give permits while the limiter is open, and set a timer for when it will be."""
-        if not queue.waiting:
-            return
         task = queue.task
-        most, rate = task.bounds(queue)
         while queue.waiting:
-            opens_at = queue.limiter.opens_at(most, rate, now)
+            opens_at = queue.opens_at(queue.most, queue.rate, now)
             if opens_at > now:
                 if opens_at != math.inf and not queue.timer:
                     self._timers.set_timer(queue, opens_at)
                 return
             entry = queue.take()
             self.waiting -= 1
-            if queue is task.own and task.lacks_key(entry):  # it may not hold one permit while it waits for the other
-                self.enter(task, entry, now)
-            else:
-                self._give(queue, entry, now)
+            # It may not hold the permit of its task while it waits for that of its key.
+            if queue is not task.own or not task.lacks_key(entry):
+                queue.give()
+                entry.permits |= queue.permit
+            self.enter(task, entry, now)
