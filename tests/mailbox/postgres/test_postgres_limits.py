@@ -248,6 +248,32 @@ async def test_limits_that_are_as_they_were_write_nothing(place):
         assert place.execute(rows) == []
 
 
+async def test_the_limits_are_read_for_all_messages_of_a_call_at_once(place):
+    """Those of a claim, and those that go back: at once, to wait for their next attempt, or as they end."""
+    reads = "SELECT seq_scan + idx_scan FROM pg_stat_all_tables WHERE schemaname = %s AND relname = 'task_limits'"
+    ours = "SELECT count(*) FROM pg_stat_activity WHERE application_name = %s"
+
+    async def all_reads() -> int:
+        await until(
+            lambda: place.execute(ours, place.schema) == [(0,)]
+        )  # connections tell what they read when they end
+        return place.execute(reads, place.schema)[0][0]
+
+    async with place.mailbox(application_name=place.schema) as mailbox:
+        await limit(mailbox, key_concurrency=1, blocks=Blocks.RETRY)
+        for number in range(100):
+            await send(mailbox, number, key=f"{number}")
+    before = await all_reads()
+    async with place.mailbox(application_name=place.schema) as mailbox:
+        for how in ("release", "nack", "dead_letter"):
+            messages = await mailbox.receive(max_messages=100, visibility_timeout=600)
+            assert len(messages) == 100
+            async with anyio.create_task_group() as tasks:
+                for message in messages:
+                    tasks.start_soon(getattr(message, how), *(["failed"] if how == "dead_letter" else []))
+    assert 3 < await all_reads() - before < 190
+
+
 async def test_a_message_without_a_task_is_in_no_index_of_tasks(place):
     indexes = ("messages_by_task", "messages_at_task", "messages_let_in", "messages_permits", "dead_permits")
     sizes = [f"SELECT pg_relation_size('SCHEMA.{index}')" for index in indexes]

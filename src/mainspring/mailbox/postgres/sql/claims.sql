@@ -34,7 +34,8 @@ BEGIN
                 pos = coalesce(p.pos, mainspring.place_of(box, m.task, m.task_key, m.rank, m.weight)),
                 attempts = m.attempts + CASE WHEN p.state = 2 THEN 1 ELSE 0 END,
                 permits = CASE WHEN p.state = 2 AND m.permits > 0
-                    THEN mainspring.kept_permit(box, m.task, m.permits, 0, 'retry') ELSE m.permits END
+                    THEN mainspring.kept_permit(m.task, m.permits, 0, (SELECT mainspring.blocking_tasks(box, 'retry')))
+                    ELSE m.permits END
             FROM placed p WHERE m.id = p.id RETURNING p.state, p.due, m.task, m.task_key, m.permits
         )
         SELECT count(*), count(*) FILTER (WHERE b.state = 2), CASE WHEN count(*) >= most THEN max(b.due) ELSE at END,
@@ -63,7 +64,8 @@ BEGIN
                 error_type, traceback)
             SELECT nextval('mainspring.positions'), g.mailbox, g.expires_at, g.enqueued_at, g.first_received_at, g.lease, g.deliveries,
                 g.attempts, g.rank, g.id, g.body, g.reply_to, g.headers, g.dedup_key, g.history, g.checkpoint, g.task, g.task_key,
-                g.weight, CASE WHEN g.permits > 0 THEN mainspring.kept_permit(box, g.task, g.permits, 0, 'dead') END,
+                g.weight, CASE WHEN g.permits > 0
+                    THEN mainspring.kept_permit(g.task, g.permits, 0, (SELECT mainspring.blocking_tasks(box, 'dead'))) END,
                 'it was not done before its time (expires_in) ran out', 'MessageExpiredError', ''
             FROM gone g
         )
@@ -289,7 +291,7 @@ BEGIN
     RETURN QUERY
         UPDATE mainspring.messages m SET state = 0, due = NULL, deliveries = m.deliveries - 1,
             first_received_at = CASE WHEN m.deliveries > 1 THEN m.first_received_at END,
-            permits = CASE WHEN m.permits > 0 THEN mainspring.kept_permit(box, m.task, m.permits, 1, 'retry') END
+            permits = CASE WHEN m.permits > 0 THEN mainspring.kept_permit(m.task, m.permits, 1, '{}') END
         FROM unnest(ids, leases) AS g (id, lease)
         WHERE m.id = g.id AND m.lease = g.lease AND m.mailbox = box AND m.state + 0 = 2 RETURNING m.rank, m.pos;
     GET DIAGNOSTICS back = ROW_COUNT;

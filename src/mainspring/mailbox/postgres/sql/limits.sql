@@ -14,16 +14,17 @@ CREATE OR REPLACE FUNCTION mainspring.lock_limits(box integer) RETURNS void LANG
     SELECT pg_advisory_xact_lock(hashtext('mainspring limits'), box)
 $$;
 
-CREATE OR REPLACE FUNCTION mainspring.kept_permit(
-    box integer, of_task text, had integer, front integer, least_blocks text
-) RETURNS smallint LANGUAGE plpgsql AS $$
+CREATE OR REPLACE FUNCTION mainspring.blocking_tasks(box integer, least_blocks text) RETURNS text[] LANGUAGE sql STABLE AS $$
+-- The tasks of which `least_blocks` ('retry', 'dead') blocks the keys. Its callers ask once for all their messages.
+    SELECT ARRAY(SELECT l.task FROM mainspring.task_limits l WHERE l.mailbox = box AND l.blocks IN (least_blocks, 'dead'))
+$$;
+
+CREATE OR REPLACE FUNCTION mainspring.kept_permit(of_task text, had integer, front integer, blocking text[]) RETURNS smallint
+LANGUAGE sql IMMUTABLE AS $$
 -- What a message keeps of the permits that it `had` when its delivery or its life ends: that of its key, where it goes to the
--- front, or `least_blocks` ('retry', 'dead') blocks the keys of the task.
-BEGIN
-    RETURN CASE WHEN had IN (1, 3) AND (front = 1 OR EXISTS (
-        SELECT FROM mainspring.task_limits l WHERE l.mailbox = box AND l.task = of_task AND l.blocks IN (least_blocks, 'dead')
-    )) THEN 1 ELSE 0 END;
-END $$;
+-- front, or its task is one of those `blocking`.
+    SELECT (CASE WHEN had IN (1, 3) AND (front = 1 OR of_task = ANY (blocking)) THEN 1 ELSE 0 END)::smallint
+$$;
 
 CREATE OR REPLACE FUNCTION mainspring.waits_at(box integer, of_task text) RETURNS boolean LANGUAGE plpgsql AS $$
 -- True if a message waits at the limiter of the task. Its callers fix its plan.
@@ -265,7 +266,7 @@ BEGIN
             g.key IS NOT NULL AND (l.key_concurrency IS NOT NULL OR l.key_rate_limit IS NOT NULL) AS by_key,
             row_number() OVER (PARTITION BY g.task, g.key, g.keeps ORDER BY g.rank, g.pos) AS nth
         FROM given g LEFT JOIN mainspring.task_limits l ON l.mailbox = box AND l.task = g.task
-    ), with_room AS (
+    ), with_room AS MATERIALIZED (  -- else each room is worked out twice
         SELECT o.*, CASE WHEN NOT o.by_key OR o.nth > 1 THEN NULL
             WHEN o.keeps THEN o.key_concurrency - u.in_flight
             WHEN (

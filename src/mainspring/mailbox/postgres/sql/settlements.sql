@@ -66,7 +66,8 @@ BEGIN
             error_type, traceback)
         SELECT nextval('mainspring.positions'), o.mailbox, at, o.enqueued_at, o.first_received_at, o.lease, o.deliveries,
             o.attempts + 1, o.rank, o.id, o.body, o.reply_to, o.headers, o.dedup_key, o.last_history, o.checkpoint,
-            o.task, o.task_key, o.weight, CASE WHEN o.permits > 0 THEN mainspring.kept_permit(box, o.task, o.permits, 0, 'dead') END,
+            o.task, o.task_key, o.weight, CASE WHEN o.permits > 0
+                THEN mainspring.kept_permit(o.task, o.permits, 0, (SELECT mainspring.blocking_tasks(box, 'dead'))) END,
             o.error, o.error_type, o.traceback
         FROM gone o WHERE o.error IS NOT NULL
     )
@@ -118,7 +119,8 @@ BEGIN
             pos = CASE WHEN g.front = 1 THEN m.pos WHEN m.task_key IS NULL OR g.delay > 0 THEN nextval('mainspring.positions')
                 ELSE mainspring.place_of(box, m.task, m.task_key, m.rank, m.weight) END,
             attempts = m.attempts + g.charge,
-            permits = CASE WHEN m.permits > 0 THEN mainspring.kept_permit(box, m.task, m.permits, g.front, 'retry') END,
+            permits = CASE WHEN m.permits > 0
+                THEN mainspring.kept_permit(m.task, m.permits, g.front, (SELECT mainspring.blocking_tasks(box, 'retry'))) END,
             history = coalesce(g.history, m.history)
         FROM unnest(ids, leases, delays, charges, fronts, histories) WITH ORDINALITY
             AS g (id, lease, delay, charge, front, history, n)
