@@ -96,6 +96,12 @@ class CommandBatch:
             process.call_soon(self.loop, self.done)
 
 
+def _joined(jobs: Sequence[CommandBatch]) -> CommandBatch:
+    """Return the commands of all jobs as one."""
+    commands = [command for job in jobs for command in job.commands]
+    return CommandBatch(commands, jobs[0].boot, max(job.wall for job in jobs), real=jobs[0].real)
+
+
 def _finish(jobs: list[CommandBatch]) -> None:
     for job in jobs:
         job.finish()
@@ -231,8 +237,9 @@ class SharedFile:
                 own, self._own = self._own, []
             committed = self.file.transactions
             try:
-                work = self._transact(jobs)
+                work = None
                 if jobs:
+                    work = self._transact(jobs[0] if len(jobs) == 1 else _joined(jobs))
                     self._note_connection()
                 if self._users:
                     _finish(jobs)  # the event loops wake up while this thread does the rest
@@ -257,13 +264,12 @@ class SharedFile:
             if not goes_on:
                 return
 
-    def _transact(self, jobs: list[CommandBatch]) -> UnitOfWork | None:
-        commands = jobs[0].commands if len(jobs) == 1 else [command for job in jobs for command in job.commands]
-        if not commands or self._has_nothing_for(commands, jobs[0]):
+    def _transact(self, job: CommandBatch) -> UnitOfWork | None:
+        if not job.commands or self._has_nothing_for(job):
             return None
-        work = self.file.run(commands, jobs[0].boot, max(job.wall for job in jobs))
+        work = self.file.run(job.commands, job.boot, job.wall)
         if work is not None and self._waiters:
-            self._tell(work, jobs[0].real)
+            self._tell(work, job.real)
         return work
 
     def _do_own(self, commands: list[Command], is_at_rest: bool) -> None:
@@ -285,16 +291,16 @@ class SharedFile:
         else:
             self._threads.connections.left(self)
 
-    def _has_nothing_for(self, commands: Sequence[Command], job: CommandBatch) -> bool:
+    def _has_nothing_for(self, job: CommandBatch) -> bool:
         """Answer claims that can find nothing, without opening the file. Return False if there may be something to do."""
-        if any(type(command) is not Claim for command in commands):
+        if any(type(command) is not Claim for command in job.commands):
             return False
         boot = job.boot()
-        mailboxes = {command.mailbox for command in commands}
+        mailboxes = {command.mailbox for command in job.commands}
         soonest = self.file.soonest_for(mailboxes, boot, job.wall)
         if soonest is None:
             return False
-        for command in commands:
+        for command in job.commands:
             command.result = []
         with self._lock:
             self._tell_of_nothing(mailboxes, soonest, boot)

@@ -158,14 +158,12 @@ def perform(
     """
     work = UnitOfWork(connection, boot, wall, known)
     work.named = {command.mailbox for command in commands}
-    exact = any(type(command) in _EXACT for command in commands)
-    do_what_is_due(work, exact)
     kinds: dict[type, list[Any]] = {}
     for command in commands:
         kinds.setdefault(type(command), []).append(command)
-    for kind, handle in _IN_ORDER:
-        if kind in kinds:
-            handle(work, kinds[kind])
+    do_what_is_due(work, exact=not _EXACT.isdisjoint(kinds))
+    for kind in sorted(kinds, key=_ORDER.__getitem__):
+        _HANDLERS[kind](work, kinds[kind])
     work.flush()
     return work
 
@@ -509,37 +507,38 @@ def _purge(work: UnitOfWork, commands: list[batched.Purge]) -> None:
         delta.settled += command.result
 
 
-_IN_ORDER: tuple[tuple[type, Callable[[UnitOfWork, Any], None]], ...] = (
-    (batched.Open, _open),
-    (ChangeLimits, change_limits),
-    (batched.Unclaim, _unclaim),
-    (SetTask, _set_task),
-    (JoiningAcknowledge, _acknowledge),
-    (batched.Reply, _acknowledge_and_reply),
-    (batched.NackCommand, _nack),
-    (batched.DeadLetterCommand, _dead_letter),
-    (batched.Extend, _extend),
-    (batched.Checkpoint, _save_checkpoint),
-    (batched.Cancel, cancel),
-    (Reschedule, reschedule),
-    (ReplaceBody, replace_body),
-    (batched.Purge, _purge),
-    (batched.Send, _send),
-    (WriteRecord, write_records),
-    (batched.ReplayDead, replay_dead),
-    (batched.PurgeDead, purge_dead),
-    (batched.Claim, _claim),
-    (batched.Sweep, _sweep),
-    (batched.Count, _count),
-    (batched.Drop, drop),
-    (Find, find),
-    (ListMessages, list_messages),
-    (ListLimits, list_limits),
-    (batched.FindDead, find_dead),
-    (batched.ListDead, list_dead),
-    (FindRecords, find_records),
-    (ListRecords, list_records),
-)
+_HANDLERS: dict[type, Callable[[UnitOfWork, Any], None]] = {
+    batched.Open: _open,
+    ChangeLimits: change_limits,
+    batched.Unclaim: _unclaim,
+    SetTask: _set_task,
+    JoiningAcknowledge: _acknowledge,
+    batched.Reply: _acknowledge_and_reply,
+    batched.NackCommand: _nack,
+    batched.DeadLetterCommand: _dead_letter,
+    batched.Extend: _extend,
+    batched.Checkpoint: _save_checkpoint,
+    batched.Cancel: cancel,
+    Reschedule: reschedule,
+    ReplaceBody: replace_body,
+    batched.Purge: _purge,
+    batched.Send: _send,
+    WriteRecord: write_records,
+    batched.ReplayDead: replay_dead,
+    batched.PurgeDead: purge_dead,
+    batched.Claim: _claim,
+    batched.Sweep: _sweep,
+    batched.Count: _count,
+    batched.Drop: drop,
+    Find: find,
+    ListMessages: list_messages,
+    ListLimits: list_limits,
+    batched.FindDead: find_dead,
+    batched.ListDead: list_dead,
+    FindRecords: find_records,
+    ListRecords: list_records,
+}
+_ORDER = {kind: place for place, kind in enumerate(_HANDLERS)}
 _EXACT = frozenset(
     {batched.Count, batched.Purge, batched.ListDead, batched.FindDead, batched.Cancel, Find, Reschedule, ReplaceBody}
 )
