@@ -16,11 +16,13 @@ import anyio
 import apsw
 import pytest
 
+from mainspring.core import clock
 from mainspring.errors import ConfigError, MailboxConnectionError, MailboxError, SerializationError
 from mainspring.mailbox.message import Ack, Counts, Envelope
 from mainspring.mailbox.sqlite import schema as sql
 from mainspring.mailbox.sqlite.connection import check_sqlite
 from mainspring.mailbox.sqlite.mailbox import SQLiteMailbox
+from mainspring.mailbox.sqlite.threads import Writers
 from support import outcomes
 
 pytestmark = pytest.mark.anyio
@@ -43,6 +45,13 @@ async def refused(path, kind, says, **options):
 async def works(mailbox):
     await mailbox.send("again")
     assert "again" in [message.body for message in await mailbox.receive(max_messages=100)]
+
+
+async def threads_end():
+    """Wait for them: the writer thread that told us may be on its last line."""
+    with anyio.fail_after(60):
+        while any("mainspring sqlite" in thread.name for thread in threading.enumerate()):
+            await anyio.sleep(0.001)
 
 
 # ------------------------------------------------------------------------------------------------- cannot be opened
@@ -345,6 +354,33 @@ async def test_an_error_that_is_no_valid_text_can_be_dead_lettered(mailbox):
 # ------------------------------------------------------------------------------------------------------------ threads
 
 
+async def test_no_thread_is_left_of_mailboxes_that_were_used_for_a_moment(path, anyio_backend):
+    for _ in range(20):
+        async with SQLiteMailbox(path) as mailbox:
+            await mailbox.send("x")
+    await threads_end()
+
+
+async def test_writer_threads_that_are_told_to_end_are_given_no_help(anyio_backend):
+    """The last turn may be the first one that ends: it looks held up then."""
+    began, may_end = threading.Event(), threading.Event()
+
+    class Turn:
+        def serve(self, writers):
+            began.set()
+            may_end.wait(60)
+            writers.served()
+
+    writers = Writers(lambda: None)
+    writers.start()
+    writers.serve(Turn())
+    began.wait(60)
+    writers.end()
+    assert not writers.help(clock.monotonic())
+    may_end.set()
+    await threads_end()
+
+
 async def test_nothing_is_left_when_the_last_mailbox_is_closed(path, anyio_backend):
     async with SQLiteMailbox(path, name="a") as a:
         async with SQLiteMailbox(path, name="b") as b:
@@ -352,9 +388,7 @@ async def test_nothing_is_left_when_the_last_mailbox_is_closed(path, anyio_backe
                 await b.receive(wait_time_seconds=30)
             assert any("mainspring sqlite" in thread.name for thread in threading.enumerate())
         await works(a)
-    with anyio.fail_after(60):
-        while any("mainspring sqlite" in thread.name for thread in threading.enumerate()):
-            await anyio.sleep(0.001)  # the writer thread told us, and is on its last line
+    await threads_end()
     assert os.listdir(path + "-wake") == []
 
 

@@ -189,34 +189,14 @@ class DatabaseFile:
         soonest = seen.soonest(boot, wall)
         return None if soonest <= boot or self.has_changed() else soonest
 
-    def tend_log(self) -> None:
-        """Keep the write-ahead log short, and room in its file; called between transactions, once the callers have results."""
-        if self._connection is None:
-            return
-        if self._log_pages < CHECKPOINT_PAGES:
-            if self._log_pages >= self._log_room and self.synchronous == "full":
-                self._lengthen_log(self._connection)
+    def checkpoint_log(self) -> None:
+        """Keep the write-ahead log short; called between transactions, once the callers have their results."""
+        if self._connection is None or self._log_pages < CHECKPOINT_PAGES:
             return
         mode = apsw.SQLITE_CHECKPOINT_PASSIVE if self._log_pages < LOG_PAGES else apsw.SQLITE_CHECKPOINT_RESTART
         self._log_pages = 0
         with contextlib.suppress(apsw.Error):  # it is tried again after the next commit, which tells of real trouble
             self._connection.wal_checkpoint(mode=mode)
-
-    def _lengthen_log(self, connection: apsw.Connection) -> None:
-        """Write zeros behind the log, which the next commits overwrite.
-
-        A commit that makes a file longer also waits for the journal of the file system, and takes about twice as long. Zeros
-        are no page to SQLite, and only the holder of its write lock makes the log longer.
-        """
-        if not self._lock_out_writers(connection):
-            return
-        self._log_room = min(4 * self._log_pages, CHECKPOINT_PAGES)
-        with contextlib.suppress(OSError), open(f"{self.path}-wal", "r+b", buffering=0) as log:
-            found = os.fstat(log.fileno())
-            if (found.st_dev, found.st_ino) == self._log:
-                more = LOG_HEADER + self._log_room * LOG_PAGE - found.st_size
-                os.pwrite(log.fileno(), bytes(max(0, more)), found.st_size)
-        _roll_back(connection)
 
     def close(self) -> None:
         """Disconnect; the last process to do so empties the log."""
@@ -258,6 +238,8 @@ class DatabaseFile:
             connection.execute("PRAGMA synchronous = normal")
         try:
             connection.execute("BEGIN IMMEDIATE")
+            if self._log_room <= self._log_pages < CHECKPOINT_PAGES and self.synchronous == "full":
+                self._lengthen_log()
             work = do(connection, commands, boot(), wall, self._limits)
             connection.execute("COMMIT")
         except BaseException:
@@ -269,6 +251,19 @@ class DatabaseFile:
         self.transactions += 1
         self._tick = work.tick
         return work
+
+    def _lengthen_log(self) -> None:
+        """Write zeros behind the log, which the next commits overwrite; called by the holder of SQLite's write lock.
+
+        A commit that makes a file longer also waits for the journal of the file system, and takes about twice as long. Zeros
+        are no page to SQLite, and no one else makes the log longer meanwhile.
+        """
+        self._log_room = min(4 * self._log_pages, CHECKPOINT_PAGES)
+        with contextlib.suppress(OSError), open(f"{self.path}-wal", "r+b", buffering=0) as log:
+            found = os.fstat(log.fileno())
+            if (found.st_dev, found.st_ino) == self._log:
+                more = LOG_HEADER + self._log_room * LOG_PAGE - found.st_size
+                os.pwrite(log.fileno(), bytes(max(0, more)), found.st_size)
 
     def _after_trouble(self, error: Exception) -> None:
         connection = self._connection

@@ -249,7 +249,7 @@ class SharedFile:
                 if own:
                     self._do_own(own, is_at_rest=work is None)
                 if self._users or not self._left():
-                    self.file.tend_log()
+                    self.file.checkpoint_log()
             except Exception as error:  # the thread must outlive it, and the callers must be told
                 logger.exception("the mailbox file %s could not be served", self.file.path)
                 if self.file.transactions == committed:

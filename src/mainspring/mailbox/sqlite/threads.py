@@ -61,6 +61,7 @@ class Writers:
         self._turns = 0  # that have ended
         self._seen = (0, 0.0)
         self._more = 1  # threads to be started next
+        self._ended = False
 
     def start(self) -> None:
         """Start the first thread. Raises :class:`RuntimeError` if there is none to be had."""
@@ -68,8 +69,9 @@ class Writers:
             self._start_one()
 
     def end(self) -> None:
-        """Let the threads end; there are no more files."""
+        """Let the threads end, and start no more; there are no more files."""
         with self._lock:
+            self._ended = True
             for _ in range(self._threads):
                 self._line.append(None)
                 self._queue.put(None)
@@ -79,7 +81,7 @@ class Writers:
         with self._lock:
             self._files += 1
             crowded = False
-            if self._files > self._threads:
+            if self._files > self._threads and not self._ended:
                 if self._threads < WRITERS:
                     with contextlib.suppress(RuntimeError):  # the threads that run have to do
                         self._start_one()
@@ -105,7 +107,7 @@ class Writers:
     def help(self, now: float) -> bool:
         """Start threads if files queue and no turn has ended for :data:`HELD_UP` seconds. Return True if files queue."""
         with self._lock:
-            if self._queue.empty():
+            if self._queue.empty() or self._ended:
                 return False
             turns, since = self._seen
             if turns != self._turns:
