@@ -25,7 +25,7 @@ local TOO_MANY = 1000 -- fields of `limiters` above which each new one has some 
 local MOST_NAMES = 4000 -- that are kept from call to call
 local DIGITS = { [0] = '0', '1', '2', '3' }
 local HOLDS = { [0] = { false, false }, { true, false }, { false, true }, { true, true } } -- by permits: of its key, and its own
-local NO_LIMIT = {}
+local NO_LIMITS = { {}, {} } -- see limits_of
 
 local function named(name)
   return string.len(name) .. ':' .. name
@@ -156,16 +156,14 @@ end
 local function limit_of(box, name)
   local of = parts_of(name)
   local declared = limits_of(box, of.task)
-  return declared and declared[of.key and OF_KEY or OWN] or NO_LIMIT
+  return (declared or NO_LIMITS)[of.key and OF_KEY or OWN]
 end
 
--- A limiter by its name. If it was not known yet, it is to be read: its name is put into `unread`.
-local function known_limiter(box, name, unread)
+-- A limiter by its name, and what holds for it. If it was not known yet, it is to be read: its name is put into `unread`.
+local function known_limiter(box, name, limit, unread)
   local one = box.known[name]
   if not one then
-    one = {
-      used = 0, unclaimed = 0, spent = 0, is_stored = false, changed = false, limit = limit_of(box, name), waits = nil, opens = nil,
-    }
+    one = { used = 0, unclaimed = 0, spent = 0, is_stored = false, changed = false, limit = limit, waits = nil, opens = nil }
     box.known[name] = one
     unread[#unread + 1] = name
   end
@@ -188,7 +186,7 @@ end
 
 local function limiter(box, name)
   local unread = {}
-  local one = known_limiter(box, name, unread)
+  local one = known_limiter(box, name, limit_of(box, name), unread)
   read_limiters(box, unread)
   return one
 end
@@ -197,13 +195,15 @@ end
 local function bind(box, entries)
   local unread = {}
   for _, entry in ipairs(entries) do
-    local of, declared, holds = entry.of, limits_of(box, entry.of.task), HOLDS[entry.permits]
-    entry.declared = declared
-    if of.key and (holds[OF_KEY] or declared and declared.limits_keys) then
-      entry[OF_KEY] = known_limiter(box, of[OF_KEY], unread)
+    local of, holds = entry.of, HOLDS[entry.permits]
+    local declared = limits_of(box, of.task)
+    local limit = declared or NO_LIMITS
+    entry.declared, entry.needs_key = declared, limit.limits_keys and of.key
+    if entry.needs_key or holds[OF_KEY] then
+      entry[OF_KEY] = known_limiter(box, of[OF_KEY], limit[OF_KEY], unread)
     end
     if declared or holds[OWN] then
-      entry[OWN] = known_limiter(box, of[OWN], unread)
+      entry[OWN] = known_limiter(box, of[OWN], limit[OWN], unread)
     end
   end
   read_limiters(box, unread)
@@ -331,7 +331,7 @@ local function first_waiting(box, name, most)
 end
 
 local function lacks_key(entry)
-  return entry.declared.limits_keys and entry.of.key and not HOLDS[entry.permits][OF_KEY]
+  return entry.needs_key and not HOLDS[entry.permits][OF_KEY]
 end
 
 -- Let a message get the permits that it lacks, as far as no other waits for them. Return nil if it has all of them, else its
@@ -466,7 +466,7 @@ function limits.let_in(box)
     local touched, unread, members, names_of_them = box.touched, {}, {}, {}
     box.touched = {}
     for name in pairs(touched) do
-      known_limiter(box, name, unread)
+      known_limiter(box, name, limit_of(box, name), unread)
     end
     read_limiters(box, unread)
     for name in pairs(touched) do
@@ -521,7 +521,7 @@ function limits.save(box)
       else
         stored[#stored + 1] = 'l' .. name
         local spent = one.spent > now and one.spent or 0
-        stored[#stored + 1] = string.format('%d %d %.0f', one.used, math.min(one.unclaimed, one.used), spent)
+        stored[#stored + 1] = string.format('%d %d %d', one.used, math.min(one.unclaimed, one.used), spent)
         new = new + (one.is_stored and 0 or 1)
       end
     end
