@@ -673,9 +673,9 @@ function limits.returned(box, id, about, ended)
   elseif ended == 'moved' then
     take_back(box, entry, 0, false)
   elseif ended == 'put off' then
-    take_back(box, entry, kept_by(box, entry, 'retry'), false)
-    if holds(entry, OF_KEY) then
-      local one = limiter(box, entry.of[OF_KEY])
+    take_back(box, entry, kept_by(entry, 'retry'), false)
+    if HOLDS[entry.permits][OF_KEY] then
+      local one = entry[OF_KEY]
       one.unclaimed, one.changed = math.max(one.unclaimed - 1, 0), true
     end
   end
