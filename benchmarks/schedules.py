@@ -119,7 +119,7 @@ def measure(kind: str, url: str) -> list[Row]:
         )
         for which, part in (("p50", 0.5), ("p99", 0.99))
     ]  # fmt: skip
-    at_server = f"; of the server: {used.server:.2%}" if servers() else ""
+    at_server = f"; of the server: {used.server:.2%}" if used.server else ""
     return [
         *rows,
         beside(

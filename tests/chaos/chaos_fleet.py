@@ -381,14 +381,17 @@ class Fleet:
 
     async def _note_declared(self) -> None:
         """Wait until the workers have declared their schedules. From the next ticks on, each has to have a call."""
-        with anyio.fail_after(START):
+        periods = {ticking.name: ticking.period for ticking in SCHEDULES}
+        due = self.history.due
+        with anyio.move_on_after(START):
             async with self._tasks() as tasks:
-                for ticking in SCHEDULES:
-                    while ticking.name not in self.history.due:
-                        for found in await tasks.schedules.list():
-                            if found.name == ticking.name and found.next_at is not None:
-                                self.history.due[found.name] = Due(found.next_at.timestamp(), ticking.period)
-                        await anyio.sleep(0.05)
+                while len(due) < len(periods):
+                    for found in await tasks.schedules.list():
+                        if found.next_at is not None:
+                            due.setdefault(found.name, Due(found.next_at.timestamp(), periods[found.name]))
+                    await anyio.sleep(0.05)
+        if missing := periods.keys() - due.keys():
+            self.history.hung.append(f"schedules were not declared in {START:g} s: {', '.join(sorted(missing))}")
 
     async def _pause_schedules(self) -> None:
         """Pause all, once they have caught up with what was missed. Each tick before the next one has to have a call."""

@@ -80,6 +80,10 @@ def test_a_tick_from_before_it_was_looked_at_breaks_nothing_unless_it_has_two_ca
     assert broken(*early, other, *ticked(10.5, 12.5, 14.5), due=DUE) == ["ticks doubled"]
 
 
+def test_a_run_that_was_called_off_says_nothing_of_ticks_that_were_due():
+    assert broken(*ticked(10.5, 12.5), due={"s": Due(10.5, 2)}) == []
+
+
 @pytest.mark.parametrize("tick", [("s", 13.0), ("s", 16.5), ("t", 12.5)])
 def test_a_call_of_a_tick_that_was_not_due_is_found(tick):
     other = run("other", 12.6, tick=Tick(*tick))
