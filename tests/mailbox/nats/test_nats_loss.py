@@ -138,6 +138,7 @@ async def test_each_call_finds_deleted_streams_again(here, call):
 async def test_what_is_deleted_while_the_rest_is_made_anew_is_made_anew_too(here):
     """The call that makes it anew has seen it."""
     line, names = await here.line(), here.names()
+    await here.make_all()
     async with here.box(over=line) as box, anyio.create_task_group() as tasks:
         seen = line.hold_answers(f"$JS.API.STREAM.INFO.{names.dead}")
         await here.server.delete(names.queue)

@@ -17,7 +17,7 @@ from mainspring.mailbox.limiters import ALL_TASKS, LimitChange, LimitState, Task
 from mainspring.mailbox.message import Counts
 from mainspring.mailbox.nats.mailbox import NatsMailbox
 from mainspring.testing import mailbox_contract
-from nats_support import PULL, cut_off, one, place, reconnected, until_it_works
+from nats_support import GET, PULL, cut_off, one, place, reconnected, until_it_works
 
 pytestmark = [pytest.mark.anyio, pytest.mark.loops("asyncio")]
 
@@ -118,6 +118,23 @@ async def test_a_pause_whose_news_was_lost_is_found_by_a_look(here):
         await nothing_comes(worker)
 
 
+async def test_a_pause_whose_news_was_lost_is_found_by_the_next_check(here):
+    """There is one at the opening, and one every 30 seconds."""
+    line, names = await here.line(), here.names()
+    async with here.box() as operator:
+        line.hold_all(lambda frame: frame.subject == names.to_limits and frame.verb == b"MSG")  # for ever
+        check = line.hold(f"$JS.API.CONSUMER.INFO.{names.queue}.*", skip=1)
+        async with here.box(over=line) as worker:
+            await check.full()
+            await operator.pause()
+            looks = line.watch(GET + names.records)
+            check.open()
+            await looks.full()
+            await anyio.sleep(0.1)
+            await operator.send("x")
+            await nothing_comes(worker)
+
+
 async def test_what_the_server_hands_out_as_a_pause_begins_goes_back_uncharged(here):
     line = await here.line()
     async with here.box() as operator, here.box(over=line) as worker:
@@ -189,12 +206,56 @@ async def test_of_two_processes_that_tell_the_server_the_later_change_counts(her
     line = await here.line()
     async with here.box(over=line) as slow, here.box() as quick:
         held = line.hold(UPDATE)
+        line.hold_all(lambda frame: frame.subject == here.names().to_limits and frame.verb == b"MSG")  # for ever
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(slow.set_concurrency, 2)
             await held.full()
             await quick.set_concurrency(9)
             held.open()
         assert await most_in_flight(here) == 9
+
+
+async def test_a_receive_that_waits_for_several_messages_returns_what_a_new_concurrency_allows(here):
+    async with here.box() as operator, here.box() as worker:
+        received = []
+
+        async def receive():
+            received.extend(await worker.receive(max_messages=10, wait_time_seconds=25))
+
+        with anyio.fail_after(10):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(receive)
+                await anyio.sleep(0.1)
+                await operator.set_concurrency(2)
+                await operator.send_many(["x", "y", "z"])
+        assert [message.body for message in received] == ["x", "y"][: len(received)]
+
+
+@pytest.mark.parametrize("limited", [True, False], ids=["limited", "never limited"])
+async def test_what_an_operator_sets_at_the_server_is_mended_where_the_mailbox_has_limits(here, limited):
+    queue = here.names().queue
+    async with here.box() as box:
+        if limited:
+            await box.set_concurrency(3)
+    config = (await here.server.consumer(queue))["config"] | {"max_ack_pending": 7}
+    await here.server.api(f"CONSUMER.DURABLE.CREATE.{queue}.mainspring", {"stream_name": queue, "config": config})
+    line = await here.line()
+    checks = line.hold_answers(f"$JS.API.STREAM.INFO.{queue}", count=1, skip=1)
+    async with here.box(over=line):
+        await checks.full()  # the consumer was asked before
+        checks.open()
+        if limited:
+            await until_the_server_keeps(here, 3)
+        await anyio.sleep(0.1)
+        assert await most_in_flight(here) == (3 if limited else 7)
+
+
+async def test_limits_outlive_the_queue_that_an_operator_has_deleted(here):
+    async with here.box() as box:
+        await box.pause()
+    await here.server.delete(here.names().queue)
+    async with here.box() as box:
+        assert [state.paused for state in await box.limits()] == [True]
 
 
 async def test_a_consumer_that_is_made_anew_keeps_the_concurrency(here):

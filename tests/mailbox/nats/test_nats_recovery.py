@@ -30,6 +30,8 @@ class Server:
         self.numberless = 0
         self.requests = 0
         self.looks_at_limits = 0
+        self.is_new = False
+        self.ensured = 0
         self.names, self.lock, self.connection = NAMES, ReadWriteLock(), self
         self.made = set(NAMES.streams)
 
@@ -88,11 +90,12 @@ class Server:
     async def check_identity(self) -> None:
         pass
 
-    async def read(self) -> None:
-        self.looks_at_limits += 1
+    async def ensure(self, names: Names) -> None:
+        self.is_new = False
+        self.ensured += 1
 
-    async def enforce(self, consumer: dict[str, object]) -> None:
-        pass
+    async def check(self, consumer: dict[str, object]) -> None:
+        self.looks_at_limits += 1
 
 
 def recovery(server: Server) -> Recovery:
@@ -157,6 +160,23 @@ def test_after_a_reconnection_it_looks_closely_and_then_again_soon():
             await anyio.sleep(3 * nats_recovery.SOON)
             tasks.cancel_scope.cancel()
         assert server.there == {10}
+
+    run_virtual(main)
+
+
+def test_of_a_mailbox_that_is_new_the_other_streams_are_looked_for_once_and_later():
+    """There are some if an operator has deleted the queue alone."""
+
+    async def main() -> None:
+        server = Server(set(), set(), 0)
+        server.is_new = True
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(recovery(server).run)
+            await anyio.sleep(nats_recovery.EVERY - 1)
+            assert (server.ensured, server.looks_at_limits) == (0, 0)
+            await anyio.sleep(2 * nats_recovery.EVERY)
+            assert (server.ensured, server.looks_at_limits) == (1, 2)
+            tasks.cancel_scope.cancel()
 
     run_virtual(main)
 

@@ -1,14 +1,17 @@
 """The limits of a mailbox on NATS, for the whole fleet: it can be paused, and the messages in flight at once be bounded.
 
 Both are in a record (``records.py``). A change replaces the version that it has read, so two changes at once are both made.
-Then it is published to all mailbox objects. A mailbox object reads the record when it opens, after a reconnection before it
-claims, and in each check of the recovery, as a publication can be lost.
+Then it is published to all mailbox objects, and the queue's consumer is set to it: the description of the consumer is the
+version. A publication can be lost. So a mailbox object reads the record when it opens, after a reconnection before it claims,
+and when a check of the recovery finds another version with the consumer.
 
 - A pause is kept by each mailbox object: it makes no pull. Pulls under way end, and what they bring goes to the tail uncharged.
 - The concurrency is kept by the server, as the ``max_ack_pending`` of the queue's consumer. All that is out with the consumer
   counts, also leases that a nak with a delay has set, and leases that have ended and were not found yet. The message of such a
-  lease is delivered again in spite of the limit. A change of the record is followed by an update of the consumer. If the
-  process dies between the two, or two processes update it in the wrong order, a later look repairs it.
+  lease is delivered again in spite of the limit.
+
+If the process that changes the record dies before it sets the consumer, or two processes set it in the wrong order, the check
+of a mailbox object that knows the record repairs it.
 """
 
 from __future__ import annotations
@@ -44,6 +47,7 @@ class MailboxLimits:
         self._store = store
         self._records = records
         self._version = 0
+        self._was_read = False
         self._state = UNLIMITED
         self._known_in = store.connection.epoch
         self.changed: Callable[[LimitState], object] = lambda before: None
@@ -73,13 +77,13 @@ class MailboxLimits:
             if version is not None:
                 self._note(version, after)
                 await self._store.connection.publish(names.to_limits, b"%d %s" % (version, value))
-                await self.enforce(await self._store.consumer())
+                await self._enforce(await self._store.consumer())
                 return
         raise MailboxConnectionError(f"the limits of the mailbox were changed by others {_TRIES} times during one call")
 
     async def read(self) -> LimitState:
         """Return the limits as the store has them, and take note of them."""
-        before = self._version
+        before, self._was_read = self._version, True
         found = await self._records.find(KIND, [KEY])
         version = found[0].version if found else 0
         if version >= self._version or self._version == before:  # else newer ones were heard during the call
@@ -105,17 +109,33 @@ class MailboxLimits:
         if before != state:
             self.changed(before)
 
-    async def enforce(self, consumer: dict[str, Any]) -> None:
-        """Let the server keep the concurrency. ``consumer`` is the state of the queue's consumer.
+    async def check(self, consumer: dict[str, Any]) -> None:
+        """Read the limits if the queue's consumer, of which this is the state, was set to other ones than are known here.
 
-        If another process has changed the limits meanwhile, the latest ones hold.
+        Also read them if the stream of records was found since the mailbox was opened.
         """
-        for _ in range(_TRIES):
-            most = self._store.most_in_flight
-            if consumer["config"].get("max_ack_pending", UNBOUNDED) == most:
-                return
-            consumer = await self._store.bound_in_flight(consumer["config"], most)
+        if not self._was_read and self._store.names.records in self._store.made:
             await self.read()
+        described = consumer["config"].get("description", "")
+        if described != _described(self._version):
+            await self.read()
+        if described or self._version:  # else an operator's own setting stays
+            await self._enforce(consumer)
+
+    async def _enforce(self, consumer: dict[str, Any]) -> None:
+        """Set the consumer to the limits. If another process changes them meanwhile, the latest ones hold."""
+        for _ in range(_TRIES):
+            wanted = {"max_ack_pending": self._store.most_in_flight, "description": _described(self._version)}
+            config = consumer["config"]
+            if {name: config.get(name, "") for name in wanted} == wanted:
+                return
+            consumer = await self._store.change_consumer({**config, **wanted})
+            await self.read()
+
+
+def _described(version: int) -> str:
+    """Return the description of a consumer that was set to these limits."""
+    return f"limits {version}" if version else ""
 
 
 def _changed(state: LimitState, change: LimitChange) -> LimitState:

@@ -284,8 +284,8 @@ class Recovery:
         self._last_numbers: dict[str, tuple[tuple[int, ...], int]] = {}
 
     async def run(self) -> None:
-        """Check now and then, until cancelled."""
-        self._timer.wake_by(anyio.current_time())
+        """Check now and then, until cancelled; a new mailbox for the first time after a while."""
+        self._timer.wake_by(anyio.current_time() + (EVERY if self._store.is_new else 0.0))
         await self._timer.run()
 
     def after_reconnect(self) -> None:
@@ -299,8 +299,9 @@ class Recovery:
         try:
             if has_reconnected:
                 await self._store.check_identity()
+            if self._store.is_new:  # but for what an operator may have left of it
+                await self._store.ensure(self._store.names)
             soon = await self.check(closely=has_reconnected) or has_reconnected
-            await self._limits.read()
             await self._records.tend()
         except MailboxError as error:  # the next check repeats it
             self._has_reconnected = self._has_reconnected or has_reconnected
@@ -331,7 +332,7 @@ class Recovery:
                 soon = True
                 continue
             if stream == names.queue:
-                await self._limits.enforce(consumer)
+                await self._limits.check(consumer)
             if consumer["delivered"]["stream_seq"] > state["last_seq"]:
                 await self._recreate_consumer(stream)
                 continue

@@ -142,6 +142,13 @@ class Added(NamedTuple):
     duplicate: bool = False
 
 
+class _StreamInfos(NamedTuple):
+    """What JetStream says of a stream and its consumer. None: it is not there, or is not to have one."""
+
+    stream: dict[str, Any] | None
+    consumer: dict[str, Any] | None
+
+
 @dataclass(slots=True)
 class Stored:
     """A message of a stream."""
@@ -177,6 +184,8 @@ class Store:
         self._dropped = False
         self.made: set[str] = set()
         """Its streams that are known to be there, or were."""
+        self.is_new = False
+        """True if this object has made the queue: there is nothing in it that a killed server has left behind."""
         self._made_at = ""
         self._known_in = connection.epoch
         self.replaced: Callable[[], object] = lambda: None
@@ -192,45 +201,53 @@ class Store:
         """Create what is missing of a mailbox's queue, of ``stream``, and of the streams that were there before, with their
         consumers. Return the ack wait of the queue.
 
-        It takes one round trip if none is missing.
+        It takes two round trips if none is missing. If the queue is missing and no other stream is known, the mailbox is new,
+        and the other streams are not asked for.
         """
-        configs = names.configs(replicas=self._replicas, storage=self._storage)
+        configs = {each["name"]: each for each in names.configs(replicas=self._replicas, storage=self._storage)}
         consumers = names.consumers(self.ack_wait, self.most_in_flight if names == self.names else UNBOUNDED)
-        about_streams = [Request(f"{_API}STREAM.INFO.{config['name']}") for config in configs]
-        about_consumers = {each: Request(f"{_API}CONSUMER.INFO.{each}.{CONSUMER}") for each in consumers}
-        found = await self.connection.request_all([*about_streams, *about_consumers.values()])
-        streams, found_consumers = found[: len(configs)], dict(zip(consumers, found[len(configs) :], strict=True))
-        needed = {names.queue, stream, *self.made}
-        there = set()
-        made = False
-        for config, answer in zip(configs, streams, strict=True):
-            known = _parse_unless(answer, NO_STREAM)
-            if known is not None:
-                known = await self._upgrade(config, known)
-            elif config["name"] in needed:
-                made = True
-                known = await self._create(config)
-            else:
+        needed = {names.queue, stream or names.queue, *self.made}
+        found = await self._look([names.queue], consumers)
+        is_new = found[names.queue].stream is None and needed == {names.queue}
+        if not is_new:
+            found |= await self._look([each for each in configs if each != names.queue], consumers)
+        there: dict[str, dict[str, Any] | None] = {}
+        for each, (known, consumer) in found.items():
+            if known is None and each not in needed:
                 continue
-            check_stream(config, known["config"])
-            if config["name"] == self.names.queue:
-                self._note_identity(known)
-            there.add(config["name"])
-        used = [each for each in consumers if each in there]
-        if made:  # meanwhile another process may have made the consumers, with an ack wait of its own
-            found = await self.connection.request_all([about_consumers[each] for each in used])
-            found_consumers = dict(zip(used, found, strict=True))
+            info = await (self._create(configs[each]) if known is None else self._upgrade(configs[each], known))
+            check_stream(configs[each], info["config"])
+            if each == self.names.queue:
+                self._note_identity(info)
+                self.is_new = is_new
+            # Meanwhile another process may have made the consumer of a new stream, with an ack wait of its own.
+            there[each] = await self._consumer_of(each) if known is None and each in consumers else consumer
         ack_wait = self.ack_wait
-        for each in used:
-            known = _parse_unless(found_consumers[each], NO_CONSUMER)
-            if known is None:
-                known = await self._make(*_consumer(each, consumers[each]))
+        for each in consumers.keys() & there.keys():
+            made = there[each] or await self._make(*_consumer(each, consumers[each]))
             if each == names.queue:
-                ack_wait = known["config"]["ack_wait"] / 1e9
+                ack_wait = made["config"]["ack_wait"] / 1e9
         if names == self.names:
             for each in there:
                 self.note(each)
         return ack_wait
+
+    async def _look(self, streams: list[str], consumers: Iterable[str]) -> dict[str, _StreamInfos]:
+        """Return what is there of streams, and of the consumers of those that have one."""
+        with_consumer = [each for each in streams if each in consumers]
+        requests = [Request(f"{_API}STREAM.INFO.{each}") for each in streams]
+        requests += [Request(f"{_API}CONSUMER.INFO.{each}.{CONSUMER}") for each in with_consumer]
+        found = [
+            _parse_unless(answer, NO_STREAM, NO_CONSUMER) for answer in await self.connection.request_all(requests)
+        ]
+        about_consumers = dict(zip(with_consumer, found[len(streams) :], strict=True))
+        return {
+            each: _StreamInfos(known, about_consumers.get(each)) for each, known in zip(streams, found, strict=False)
+        }
+
+    async def _consumer_of(self, stream: str) -> dict[str, Any] | None:
+        (answer,) = await self.connection.request_all([Request(f"{_API}CONSUMER.INFO.{stream}.{CONSUMER}")])
+        return _parse_unless(answer, NO_CONSUMER)
 
     async def _upgrade(self, config: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
         """Update a stream that an older version has made. Return its new state."""
@@ -477,10 +494,9 @@ class Store:
         """Return the state of the queue's consumer."""
         return await self.api(f"CONSUMER.INFO.{self.names.queue}.{CONSUMER}")
 
-    async def bound_in_flight(self, config: dict[str, Any], most: int) -> dict[str, Any]:
-        """Let at most that many messages be out with the queue's consumer, which has ``config``. Return its state."""
-        subject, request = _consumer(self.names.queue, {**config, "max_ack_pending": most})
-        return await self.api(subject, request)
+    async def change_consumer(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Give the queue's consumer another configuration. Return its state."""
+        return await self.api(*_consumer(self.names.queue, config))
 
     async def delivered(self) -> int:
         """Return the highest number of the queue that was ever delivered."""
@@ -630,14 +646,14 @@ def _each(read: Any, answer: RawMessage | MailboxError) -> Any:
         return error
 
 
-def _parse_unless(answer: RawMessage | MailboxError, code: int) -> dict[str, Any] | None:
-    """Return the parsed answer, or None if JetStream refuses with ``code``."""
+def _parse_unless(answer: RawMessage | MailboxError, *codes: int) -> dict[str, Any] | None:
+    """Return the parsed answer, or None if JetStream refuses with one of ``codes``."""
     if isinstance(answer, MailboxError):
         raise answer
     try:
         return parse(answer)
     except ApiError as error:
-        if error.code == code:
+        if error.code in codes:
             return None
         raise _as_mailbox_error(error) from error
 
