@@ -513,6 +513,9 @@ end
 
 -- Store what has changed of the limiters, and the places of keys.
 function limits.save(box)
+  if not (next(box.known) or next(box.shares)) then
+    return
+  end
   local stored, gone, new = {}, {}, 0
   for name, one in pairs(box.known) do
     if one.changed then

@@ -490,7 +490,9 @@ local function finish(of, behind)
 end
 
 local function run(keys, arguments)
-  redis, math, string, table, ipairs, next, pairs, pcall, tonumber, type, unpack = globals()
+  if not math then -- the first call
+    redis, math, string, table, ipairs, next, pairs, pcall, tonumber, type, unpack = globals()
+  end
   KEYS, ARGV = keys, arguments
   if ARGV[1] == 'open' then
     local found = obstacles(with_records(box_of(0), ARGV[3]))

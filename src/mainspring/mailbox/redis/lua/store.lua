@@ -46,8 +46,8 @@
 --
 -- Unlike the hash of the messages, `more` is empty in most mailboxes, so that one look at it saves all others.
 
--- The server looks up each global of a library in several steps. So a call looks them up once, and the rest are locals. Most of them
--- are not there while the library is loaded.
+-- The server looks up each global of a library in several steps. So the first call puts them into locals: most of them are not there
+-- while the library is loaded.
 local function globals()
   return redis, math, string, table, ipairs, next, pairs, pcall, tonumber, type, unpack
 end
