@@ -398,6 +398,12 @@ async def test_a_page_looks_at_some_messages_alone(here):
         await send(mailbox, *range(2_500))
         (late,) = await send(mailbox, "late", delay=600)
         query = MessageQuery(MessagePlace.DELAYED, 10, task="t")
+        page = await mailbox.backend.list_messages(query)
+        assert ([each.message.message_id for each in page.messages], page.after) == ([late], None), (
+            "it is alone in its place"
+        )
+        await send(mailbox, *range(2_500), task="u", delay=300)
+        query = MessageQuery(MessagePlace.DELAYED, 10, task="t")
         pages = 0
         while True:
             page = await mailbox.backend.list_messages(query)
