@@ -417,9 +417,10 @@ class Backend(ABC):
         check_changes(self.name, self.capabilities, changes)
 
     async def set_task(self, delivery: ClaimedMessage, task: str) -> bool:
-        """Let a message in flight belong to ``task``, if that has limits and the message belongs to another; True if it did so.
+        """Release a message in flight as one of ``task``, if that has limits and the message is of another; True if it did so.
 
-        Then the message has no permits any more, and the caller releases it: it waits for those of ``task`` in its old place.
+        In one step its permits and its lease end, without a charge, and it waits for the permits of ``task`` in its old place.
+        So messages of one key keep their order.
 
         :raises ReceiptHandleExpiredError: the lease is not held any more.
         :raises ConfigError: the backend cannot (:attr:`Capabilities.limits`).

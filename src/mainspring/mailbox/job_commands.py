@@ -53,7 +53,7 @@ class ChangeLimits(Command):
 
 @dataclass(eq=False, repr=False, slots=True)
 class SetTask(OfDelivery):
-    """The message belongs to ``task``, if that has limits; results in True if it belonged to another before."""
+    """Release the message as one of ``task``, if that has limits; results in True if it belonged to another before."""
 
     task: str
 

@@ -247,8 +247,8 @@ class AliasRuns:
     """The handler runs of a task with aliases: a call by an alias comes under the limits of the task before it runs.
 
     The store knows a message by the name that it was sent with. So a worker that claims a call by an alias gives it the name of
-    the task there, if the task has limits. Then it releases the call, which is no attempt. The call waits at the limiters of
-    the task, in its old place.
+    the task there, if the task has limits. This releases the call, which is no attempt. The call waits at the limiters of the
+    task, in its old place.
     """
 
     def __init__(self, runs: Runs, task: Task[..., Any]) -> None:
@@ -273,12 +273,13 @@ class AliasRuns:
         claimed, task = delivery.message.delivery, self._task
         if not is_call_of(task, claimed.body):
             try:
-                waits = await task.tasks.mailbox.backend.set_task(claimed, task.name)
+                is_released = await task.tasks.mailbox.backend.set_task(claimed, task.name)
             except MailboxError as error:
                 delivery.phase = Phase.ENDED
                 return self.judge(delivery, error)
-            if waits:
+            if is_released:
                 delivery.phase = Phase.ENDED
+                delivery.message.settlement = RELEASED.settlement
                 return RELEASED
         return await self._runs.make(delivery, scope)
 

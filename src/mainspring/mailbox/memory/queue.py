@@ -26,6 +26,7 @@ from mainspring.mailbox.message import (
     Counts,
     MessagePage,
     MessagePlace,
+    Nack,
     RescheduleOutcome,
     UnfinishedMessage,
 )
@@ -33,7 +34,7 @@ from mainspring.mailbox.message import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from mainspring.mailbox.message import Dead, Envelope, MessageQuery, Nack
+    from mainspring.mailbox.message import Dead, Envelope, MessageQuery
     from mainspring.mailbox.records import RecordWrite
 
 
@@ -587,12 +588,13 @@ class MemoryQueue:
         entry.lease_until = max(entry.lease_until, now + timeout)
 
     def set_task(self, delivery: ClaimedMessage, now: float, task: str) -> bool:
-        """Let it belong to another task, if that has limits; see :meth:`Backend.set_task`."""
+        """Release it as a message of another task, if that has limits; see :meth:`Backend.set_task`."""
         entry = self.leased(delivery, now)
         if entry.task in (None, task) or task not in self.limits.tasks:
             return False
         self._end_permits(entry, now)
         entry.task, self._listing = task, None
+        self.nack(delivery, now, Nack(charge=False, front=True))
         return True
 
     def _end_lease(self, entry: QueuedMessage) -> None:
@@ -684,8 +686,7 @@ class MemoryQueue:
     def find(self, message_ids: list[str], now: float) -> list[UnfinishedMessage]:
         """Return those of ``message_ids`` that are unfinished. The first call looks at all messages, later ones do not."""
         self.advance(now)
-        by_id = self._by_id()
-        found = (by_id.get(message_id) for message_id in dict.fromkeys(message_ids))
+        found = map(self._by_id().get, dict.fromkeys(message_ids))
         return [self._seen(entry, now) for entry in found if entry is not None]
 
     def _seen(self, entry: QueuedMessage, now: float) -> UnfinishedMessage:

@@ -20,7 +20,7 @@ from mainspring.errors import MailboxConnectionError
 from mainspring.mailbox import batched
 from mainspring.mailbox.batched import AcknowledgeMany
 from mainspring.mailbox.codec import headers_of
-from mainspring.mailbox.job_commands import WriteRecord
+from mainspring.mailbox.job_commands import SetTask, WriteRecord
 from mainspring.mailbox.limits import full, lease_over, size_of
 from mainspring.mailbox.message import ClaimedMessage, Counts
 from mainspring.mailbox.postgres.values import (
@@ -42,6 +42,7 @@ from mainspring.mailbox.postgres.values import (
     settle_values,
     size_of_settlement,
     stored_key,
+    stored_name,
     task_of,
     task_values,
 )
@@ -422,6 +423,17 @@ class StatementBatch:
         )
         self._add("nack", (*leases([command.delivery for command in commands]), *values), finish)
 
+    def add_set_task(self, commands: list[SetTask]) -> None:
+        for command in commands:
+            finish = partial(self._take_task_set, command)
+            self._add("set_task", (*leases([command.delivery]), stored_name(command.task)), finish)
+
+    def _take_task_set(self, command: SetTask, rows: list[tuple[Any, ...]]) -> None:
+        refuse_all_but(rows, [command])
+        released = [(rank, pos) for _, rank, pos, pending in rows if pending]
+        self._returned(released)
+        command.result = bool(released)
+
     def add_extend(self, commands: list[batched.Extend]) -> None:
         longest: dict[str, batched.Extend] = {}
         for command in commands:
@@ -462,6 +474,7 @@ _IN_ORDER: tuple[tuple[type, Callable[[StatementBatch, Any], None]], ...] = (
     (Settle, StatementBatch.add_settle),
     (SettleWithResult, StatementBatch.add_settle_with_result),
     (batched.NackCommand, StatementBatch.add_nack),
+    (SetTask, StatementBatch.add_set_task),
     (batched.Extend, StatementBatch.add_extend),
     (batched.Checkpoint, StatementBatch.add_checkpoint),
     (PostgresSend, StatementBatch.add_send),

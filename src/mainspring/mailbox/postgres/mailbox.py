@@ -16,7 +16,7 @@ from mainspring.mailbox import batched
 from mainspring.mailbox.backend import TRANSIENT, Capabilities, MailboxStatistics
 from mainspring.mailbox.batched import AcknowledgeMany, BatchedBackend, Batcher, Command, Waiters
 from mainspring.mailbox.codec import headers_of
-from mainspring.mailbox.job_commands import WriteRecord
+from mainspring.mailbox.job_commands import SetTask, WriteRecord
 from mainspring.mailbox.limits import (
     SILENCE,
     check_column,
@@ -24,7 +24,6 @@ from mainspring.mailbox.limits import (
     check_row,
     full,
     is_name,
-    lease_over,
     no_thread_connection,
     size_of,
 )
@@ -76,7 +75,6 @@ from mainspring.mailbox.postgres.values import (
     Texts,
     array,
     dead_row,
-    leases,
     portions,
     record_values,
     stored_name,
@@ -708,11 +706,7 @@ class PostgresBackend(BatchedBackend):
         self._pool.listener.wake(self._number, pending)
 
     async def set_task(self, delivery: ClaimedMessage, task: str) -> bool:
-        named, held = leases([delivery])
-        has_changed = await self._pool.value("set_task", self._number, named, held, stored_name(task))
-        if has_changed is None:
-            raise lease_over(delivery)
-        return bool(has_changed)
+        return bool(await self.call(SetTask(delivery, task)))
 
     async def limits(self) -> list[LimitState]:
         return [state_row(row) for row in await self._pool.rows("limits", self._number)]

@@ -25,7 +25,7 @@ from mainspring.mailbox.job_commands import (
 )
 from mainspring.mailbox.limiters import Blocks
 from mainspring.mailbox.limits import full, lease_over
-from mainspring.mailbox.message import ClaimedMessage, Counts, Dead
+from mainspring.mailbox.message import ClaimedMessage, Counts, Dead, Nack
 from mainspring.mailbox.sqlite import schema as sql
 from mainspring.mailbox.sqlite.limits import KEY, Limitable, change_limits, list_limits
 from mainspring.mailbox.sqlite.listing import list_messages
@@ -452,6 +452,9 @@ def _set_task(work: UnitOfWork, commands: list[SetTask]) -> None:
             limits.left(command.mailbox, call, was_claimed=True)
             work.execute(sql.SET_TASK, (task, rows[0][0]))
             work.execute(sql.FORGET_PERMITS, (lease, command.mailbox))
+            release = batched.NackCommand(command.delivery, Nack(charge=False, front=True))
+            release.mailbox = command.mailbox
+            _nack(work, [release])
             command.result = True
 
 

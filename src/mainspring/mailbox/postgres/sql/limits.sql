@@ -546,27 +546,30 @@ BEGIN
     RETURN pending;
 END $$;
 
-CREATE OR REPLACE FUNCTION mainspring.set_task(box integer, ids text[], leases integer[], to_task text) RETURNS boolean
+CREATE OR REPLACE FUNCTION mainspring.set_task(box integer, ids text[], leases integer[], to_task text)
+RETURNS TABLE (n bigint, rank smallint, pos bigint, is_pending boolean)
 LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off AS $$
--- Let a message in flight belong to another task, if that has limits. Whether it did so: then it has no permit of a task or a key
--- any more. NULL: the lease is not held.
+-- Release a message in flight as one of another task, if that has limits. Its row is that of `nack`, or says nothing where it stays
+-- as it is. None: the lease is not held.
 DECLARE was record;
 BEGIN
     SELECT m.id, m.task, m.task_key, m.permits INTO was FROM mainspring.messages m
         WHERE m.id = ids[1] AND m.lease = leases[1] AND m.mailbox = box AND m.state + 0 = 2 AND m.due > clock_timestamp() FOR UPDATE;
     IF NOT FOUND THEN
-        RETURN NULL;
+        RETURN;
     END IF;
     IF was.task IS NULL OR was.task = to_task
         OR NOT EXISTS (SELECT FROM mainspring.task_limits l WHERE l.mailbox = box AND l.task = to_task) THEN
-        RETURN false;
+        RETURN QUERY SELECT 1::bigint, NULL::smallint, NULL::bigint, false;
+        RETURN;
     END IF;
     UPDATE mainspring.messages m SET task = to_task, permits = CASE WHEN m.permits > 0 THEN 4 END
         WHERE m.id = was.id AND m.mailbox = box;
+    RETURN QUERY SELECT b.n, b.rank, b.pos, b.is_pending
+        FROM mainspring.nack(box, ids, leases, ARRAY[0::float8], ARRAY[0], ARRAY[1], ARRAY[NULL::text]) AS b;
     IF was.permits > 0 THEN
         PERFORM mainspring.free_permits(box, ARRAY[was.task], ARRAY[was.task_key]);
     END IF;
-    RETURN true;
 END $$;
 
 CREATE OR REPLACE FUNCTION mainspring.keys_that_wait(box integer, of_task text) RETURNS SETOF text

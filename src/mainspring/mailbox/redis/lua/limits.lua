@@ -702,7 +702,8 @@ function limits.come_again(box, entry, place, ended)
   return limits.enter(box, entry, place)
 end
 
--- Let a message in flight belong to another task, if that has limits. Whether it did so: then it has no permits any more.
+-- Let a message in flight belong to another task, if that has limits. Whether it did so: then it has no permits any more, and the
+-- caller releases it.
 function limits.set_task(box, id, task)
   local about = redis.call('HGET', box.more, 't' .. id)
   local entry = about and bound_entry(box, id, about)

@@ -382,7 +382,10 @@ local operations = {
     if not held(box, receipt) then
       return 0
     end
-    return limits.set_task(box, id_of_receipt(receipt), task) and 2 or 1
+    if not limits.set_task(box, id_of_receipt(receipt), task) then
+      return 1
+    end
+    return nack(box, receipt, 0, 0, true, '') + 1
   end,
   limits = function()
     return sweep(box) and -1 or limits.all(box)
