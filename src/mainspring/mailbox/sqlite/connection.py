@@ -189,9 +189,14 @@ class DatabaseFile:
         soonest = seen.soonest(boot, wall)
         return None if soonest <= boot or self.has_changed() else soonest
 
+    @property
+    def log_is_long(self) -> bool:
+        """True if :meth:`checkpoint_log` has something to do."""
+        return self._log_pages >= CHECKPOINT_PAGES
+
     def checkpoint_log(self) -> None:
         """Keep the write-ahead log short; called between transactions, once the callers have their results."""
-        if self._connection is None or self._log_pages < CHECKPOINT_PAGES:
+        if self._connection is None:
             return
         mode = apsw.SQLITE_CHECKPOINT_PASSIVE if self._log_pages < LOG_PAGES else apsw.SQLITE_CHECKPOINT_RESTART
         self._log_pages = 0

@@ -241,14 +241,13 @@ class SharedFile:
                 if jobs:
                     work = self._transact(jobs[0] if len(jobs) == 1 else _joined(jobs))
                     self._note_connection()
-                if self._users:
-                    _finish(jobs)  # the event loops wake up while this thread does the rest
-                    jobs = []
                 if work is not None:
                     self._notify(work)
                 if own:
                     self._do_own(own, is_at_rest=work is None)
-                if self._users or not self._left():
+                if (self._users or not self._left()) and self.file.log_is_long:
+                    _finish(jobs)
+                    jobs = []
                     self.file.checkpoint_log()
             except Exception as error:  # the thread must outlive it, and the callers must be told
                 logger.exception("the mailbox file %s could not be served", self.file.path)
@@ -260,7 +259,9 @@ class SharedFile:
                     writers.served()
                     self._queued = False
                     self._take_turn()
-            _finish(jobs)
+            _finish(
+                jobs
+            )  # at the end: earlier, this thread and the event loop would wait for each other's turns of the GIL
             if not goes_on:
                 return
 
