@@ -344,9 +344,17 @@ def test_plain_code_sends_and_requests_without_an_event_loop(tmp_path):
     async def double(number: int) -> int:
         return 2 * number
 
+    threads = set()
+
+    def calls():
+        threads.add(threading.get_ident())
+        yield (2,)
+        yield {"number": 3}
+
     with tasks.sync:
         assert double.sync.send(1).new
-        assert len(double.sync.send_many([(2,), {"number": 3}])) == 2
+        assert len(double.sync.send_many(calls())) == 2
+        assert threads == {threading.get_ident()}  # it may block, which the event loop of the mailbox must not
         double.sync.send_at(datetime.now(UTC) + timedelta(hours=1), 4)
         assert tasks.sync.counts().pending == 3
 
