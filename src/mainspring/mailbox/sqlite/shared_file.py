@@ -259,9 +259,7 @@ class SharedFile:
                     writers.served()
                     self._queued = False
                     self._take_turn()
-            _finish(
-                jobs
-            )  # at the end: earlier, this thread and the event loop would wait for each other's turns of the GIL
+            _finish(jobs)  # at the end: earlier, this thread and the event loop would take turns at the GIL
             if not goes_on:
                 return
 
