@@ -228,7 +228,8 @@ async def test_a_receive_that_waits_for_several_messages_returns_what_a_new_conc
                 await anyio.sleep(0.1)
                 await operator.set_concurrency(2)
                 await operator.send_many(["x", "y", "z"])
-        assert [message.body for message in received] == ["x", "y"][: len(received)]
+        # Which ones: a message handed to the pull that the change ended goes to the tail.
+        assert 1 <= len({message.body for message in received}) == len(received) <= 2
 
 
 @pytest.mark.parametrize("limited", [True, False], ids=["limited", "never limited"])
