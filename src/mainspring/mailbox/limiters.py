@@ -19,7 +19,9 @@ poll.
   permit, as the limits are newer than its send. A message in flight always goes on. Limits do not count a message that was
   claimed before its task had limits.
 - A message that keeps the permit of its key for a retry counts as unclaimed again once it is due. It keeps the permit when it
-  is rescheduled, before it is due and afterwards, and loses it when it is cancelled or has expired.
+  is rescheduled, before it is due and afterwards, and loses it when it is cancelled.
+- A message that expires is a dead letter. With :attr:`Blocks.DEAD` it keeps the permit of its key if it was delivered before:
+  its work may be half done. A message that was never delivered keeps none, as nothing of it was begun.
 - A purge ends all permits but those of dead letters. What is spent of a rate stays spent: it protects what the messages call.
 
 Fair shares need no permit. The place of a message with a key goes by the places of its key, not by the time of the send. It is

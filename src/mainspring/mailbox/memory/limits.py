@@ -294,10 +294,13 @@ class MemoryLimits:
         """Note that a message which kept a permit is to be claimed again."""
         self._count_unclaimed(entry, 1)
 
-    def put_off(self, entry: QueuedMessage, now: float) -> None:
-        """End the permits of a message that waits and is put off. It keeps that of its key where a retry does and it is one."""
-        is_retry = entry.delivery_count > 0
-        self.left(entry, now, was_claimed=False, keeps=self.keeps(entry, Blocks.RETRY) if is_retry else 0)
+    def withdraw(self, entry: QueuedMessage, now: float, least: Blocks) -> None:
+        """End the permits of a pending message that is put off (RETRY) or has expired (DEAD).
+
+        If it was delivered before, it keeps that of its key where such a message does.
+        """
+        was_delivered = entry.delivery_count > 0
+        self.left(entry, now, was_claimed=False, keeps=self.keeps(entry, least) if was_delivered else 0)
         self._count_unclaimed(entry, -1)
 
     def _count_unclaimed(self, entry: QueuedMessage, change: int) -> None:

@@ -637,7 +637,7 @@ class MemoryQueue:
                 self._place(entry, now)
             else:
                 self._leave(entry)
-                self._end_permits(entry, now, was_claimed=False)
+                self.limits.withdraw(entry, now, Blocks.DEAD)
                 self._expire(entry, now)
 
     def next_due(self) -> float:
@@ -709,7 +709,7 @@ class MemoryQueue:
             was_pending = entry.place == PENDING
             self._take_out(entry)
             if was_pending:
-                self.limits.put_off(entry, now)
+                self.limits.withdraw(entry, now, Blocks.RETRY)
             self._place(entry.moved(), now, delay)
         return RescheduleOutcome.RESCHEDULED
 

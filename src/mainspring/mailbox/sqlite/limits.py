@@ -255,9 +255,11 @@ class WorkLimits:
         """Note that a message which has kept permits is to be claimed again."""
         self._count_unclaimed(mailbox, call, 1)
 
-    def put_off(self, mailbox: int, call: Limitable | None) -> None:
-        """Note that a message which was ready, and keeps permits, is delayed."""
-        self._count_unclaimed(mailbox, call, -1)
+    def withdraw(self, mailbox: int, call: Limitable, keeps: int) -> int:
+        """End the permits of a pending message that waits no more, but for that of ``keeps``. Return what it has then."""
+        rest = self.left(mailbox, call, was_claimed=False, keeps=keeps) or call
+        self._count_unclaimed(mailbox, rest, -1)
+        return rest.permits & keeps
 
     def _count_unclaimed(self, mailbox: int, call: Limitable | None, change: int) -> None:
         if call is not None and self.of_task(mailbox, call) is not None:
@@ -293,20 +295,21 @@ class WorkLimits:
             return found
         return None
 
-    def leave(self, mailbox: int, rank: int, pos: float, seq: int, task: str, key: str | None, keeps: int) -> bool:
-        """Take a message away from the limiter at which it waits, with no permits but ``keeps``. Return False if it waits at
-        none."""
+    def leave(
+        self, mailbox: int, rank: int, pos: float, seq: int, task: str, key: str | None, keeps: int
+    ) -> int | None:
+        """Take a message away from the limiter at which it waits, with no permits but ``keeps``. Return what it has then, or
+        None if it waits at none."""
         found = self.waits_at(mailbox, rank, pos, seq, task, key)
         if found is None:
-            return False
+            return None
         name, permits = found
         limiter = self._limiter(mailbox, task, key if name else None)
         self._work.execute(sql.FORGET_WAITING, (*limiter.place, rank, pos, seq))
         limiter.waiting -= 1
         self._touched[limiter.place] = limiter
         self._work.delta(mailbox).waiting -= 1
-        self.left(mailbox, Limitable(task, key, None, permits), was_claimed=False, keeps=keeps)
-        return True
+        return self.withdraw(mailbox, Limitable(task, key, None, permits), keeps)
 
     def purge(self, mailbox: int) -> None:
         """Forget all messages of a mailbox but the dead ones, which may have permits. What is spent of a rate stays spent."""

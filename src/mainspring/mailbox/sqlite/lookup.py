@@ -137,23 +137,11 @@ def _move(
         return RescheduleOutcome.IN_FLIGHT
     if command.delay or spot.place is MessagePlace.DELAYED:
         call = Limitable.of(task, key, weight, spot.permits)
-        if spot.place is MessagePlace.PENDING:
-            keeps = _kept_when_put_off(work, mailbox, seq, call)
-            _take_out(work, mailbox, spot, expires, *row, keeps=keeps)
-            if call is not None and work.limits is not None:
-                call = call._replace(permits=call.permits & keeps)
-                work.limits.put_off(mailbox, call)
-        else:
-            _take_out(work, mailbox, spot, expires, *row)
+        kept = _take_out(work, mailbox, spot, expires, *row, least=Blocks.RETRY)
+        if call is not None and spot.place is MessagePlace.PENDING:
+            call = call._replace(permits=kept)
         enqueue(work, mailbox, seq, rank, expires, call, delay=command.delay)
     return RescheduleOutcome.RESCHEDULED
-
-
-def _kept_when_put_off(work: UnitOfWork, mailbox: int, seq: int, call: Limitable | None) -> int:
-    """Return the permit that a pending message keeps: that of its key where a retry does, and it is one."""
-    if call is None or not call.permits or work.limits is None or not work.value(sql.DELIVERIES, (seq,)):
-        return 0
-    return work.limits.keeps(mailbox, call, Blocks.RETRY)
 
 
 def replace_body(work: UnitOfWork, commands: list[ReplaceBody]) -> None:
@@ -179,17 +167,18 @@ def _take_out(
     task: str | None,
     key: str | None,
     *,
-    keeps: int = 0,
-) -> None:
-    """Remove a message from where it waits, among the delayed or the pending ones. A pending one has ``keeps`` alone then."""
+    least: Blocks | None = None,
+) -> int:
+    """Remove a message from where it waits, among the delayed or the pending ones. Return the permits that a pending one keeps;
+    see :func:`leave_line`."""
     if expires is not None:
         work.execute(sql.NOT_EXPIRING, (expires, seq))
     if spot.place is MessagePlace.DELAYED and spot.at is not None:
         work.execute(sql.FORGET_DELAYED, (spot.at, seq))
         work.delta(mailbox).delayed -= 1
-        return
+        return 0
     pos = seq if place is None else place
-    if not leave_line(
-        work, mailbox, seq, rank, pos, task, key, keeps
-    ):  # without a task, it is behind that once it came back
+    kept = leave_line(work, mailbox, seq, rank, pos, task, key, least)
+    if kept is None:  # without a task, it is behind that once it came back
         work.execute(sql.FORGET_READY_FROM, (mailbox, rank, seq, seq))
+    return kept or 0

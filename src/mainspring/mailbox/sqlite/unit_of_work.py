@@ -332,21 +332,34 @@ def line_up(work: UnitOfWork, mailbox: int, seq: int, rank: int, pos: float, cal
 
 
 def leave_line(
-    work: UnitOfWork, mailbox: int, seq: int, rank: int, pos: float, task: str | None, key: str | None, keeps: int = 0
-) -> bool:
-    """Take a pending message from its place in the queue, or from its limiter. Return False if it is at neither.
+    work: UnitOfWork,
+    mailbox: int,
+    seq: int,
+    rank: int,
+    pos: float,
+    task: str | None,
+    key: str | None,
+    least: Blocks | None = None,
+) -> int | None:
+    """Take a pending message from its place in the queue, or from its limiter. Return None if it is at neither.
 
-    Its permits end, except ``keeps``.
+    Its permits end. If it is put off (``least`` is RETRY) or has expired (DEAD), and was delivered before, it keeps that of its
+    key where such a message does. Return what it has then.
     """
     work.delta(mailbox).pending -= 1
     place = (mailbox, rank, pos, seq)
+    kept = 0
     if work.limits is not None and task is not None:
-        if work.limits.leave(*place, task, key, keeps):
-            return True
+        keeps = 0 if least is None else work.limits.keeps(mailbox, Limitable(task, key), least)
+        if keeps and not work.value(sql.DELIVERIES, (seq,)):
+            keeps = 0
+        kept_from_limiter = work.limits.leave(*place, task, key, keeps)
+        if kept_from_limiter is not None:
+            return kept_from_limiter
         for (permits,) in work.rows(sql.READY_AT, place):
-            work.limits.left(mailbox, Limitable.of(task, key, None, permits), was_claimed=False, keeps=keeps)
+            kept = work.limits.withdraw(mailbox, Limitable(task, key, None, permits or 0), keeps)
     work.execute(sql.FORGET_READY, place)
-    return bool(work.changes())
+    return kept if work.changes() else None
 
 
 def _end_leases(work: UnitOfWork, limit: int) -> None:
@@ -414,8 +427,8 @@ def expire_pending(
 ) -> None:
     """Move a message that has expired at its place in the queue, or at a limiter, to the dead letters."""
     work.execute(sql.NOT_EXPIRING, (expires_at, seq))
-    leave_line(work, mailbox, seq, rank, pos, task, key)
-    work.dead_letter(mailbox, seq, EXPIRED, 0, None, expires_at)
+    kept = leave_line(work, mailbox, seq, rank, pos, task, key, Blocks.DEAD)
+    work.dead_letter(mailbox, seq, EXPIRED, 0, None, expires_at, kept)
 
 
 def _end_records(work: UnitOfWork) -> None:

@@ -507,6 +507,34 @@ async def a_due_retry_that_is_moved_keeps_its_key(h: Harness, box: AnyMailbox) -
     equal(_bodies(await _claim(box)), [3], "as the message before was never begun")
 
 
+@on_mailbox("limits", "expiry")
+async def an_expired_retry_blocks_its_key_where_a_dead_letter_is_to(h: Harness, box: AnyMailbox) -> None:
+    """With ``Blocks.DEAD`` a message that was delivered, and expires before its next attempt, blocks its key as a dead letter.
+
+    A message that was never delivered does not, and with another ``Blocks`` neither does.
+    """
+    for blocks, count in ((Blocks.DEAD, 1), (Blocks.RETRY, 2)):
+        task = blocks.value
+        await _limit(box, task, key_concurrency=1, key_rate=Rate(1_000, burst=1), blocks=blocks)
+        async with h.ending(h.short):
+            (retried,) = await _send(box, "a retry", task=task, key="a", expires_in=h.short)
+            await _send(box, "after the retry", task=task, key="a")
+            (first,) = await _claim(box)
+            await first.nack()
+            await _send(box, "a new one", task=task, key="b", expires_in=h.short)
+            await _send(box, "after the new one", task=task, key="b")
+        following = ["after the new one", "after the retry"]
+        messages = await _claim(box)
+        equal(sorted(_bodies(messages)), following[:count], f"as two have expired, {task}")
+        equal(len(await box.dead_letters()), 2, f"dead letters, {task}")
+        equal(await box.purge_dead_letters([retried]), 1, "purged")
+        messages += await _claim(box)
+        equal(sorted(_bodies(messages)), following, f"after the purge, {task}")
+        for message in messages:
+            await message.acknowledge()
+        await box.purge_dead_letters()
+
+
 @on_mailbox("limits")
 async def a_purge_leaves_what_is_spent_of_a_rate(h: Harness, box: AnyMailbox) -> None:
     """A purge ends all permits, and lets no more be claimed in a time than the rates of the task and its keys allow."""

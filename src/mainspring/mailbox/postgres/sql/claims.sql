@@ -64,7 +64,7 @@ BEGIN
                 error_type, traceback)
             SELECT nextval('mainspring.positions'), g.mailbox, g.expires_at, g.enqueued_at, g.first_received_at, g.lease, g.deliveries,
                 g.attempts, g.rank, g.id, g.body, g.reply_to, g.headers, g.dedup_key, g.history, g.checkpoint, g.task, g.task_key,
-                g.weight, CASE WHEN g.permits > 0
+                g.weight, CASE WHEN g.permits > 0 AND g.deliveries > 0
                     THEN mainspring.kept_permit(g.task, g.permits, 0, (SELECT mainspring.blocking_tasks(box, 'dead'))) END,
                 'it was not done before its time (expires_in) ran out', 'MessageExpiredError', ''
             FROM gone g

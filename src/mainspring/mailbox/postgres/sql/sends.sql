@@ -227,7 +227,7 @@ BEGIN
         VALUES (nextval('mainspring.positions'), box, was.expires_at, was.enqueued_at, was.first_received_at, was.lease,
             was.deliveries, was.attempts + CASE WHEN was.state = 2 THEN 1 ELSE 0 END, was.rank, was.id, was.body,
             was.reply_to, was.headers, was.dedup_key, was.history, was.checkpoint, was.task, was.task_key, was.weight,
-            CASE WHEN was.permits IS NOT NULL
+            CASE WHEN was.permits > 0 AND was.deliveries > 0
                 THEN mainspring.kept_permit(was.task, was.permits, 0, (SELECT mainspring.blocking_tasks(box, 'dead'))) END,
             'it was not done before its time (expires_in) ran out', 'MessageExpiredError', '');
     INSERT INTO mainspring.tallies (mailbox, delayed, pending, in_flight, dead) VALUES (box,

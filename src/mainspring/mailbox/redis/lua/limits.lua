@@ -664,6 +664,15 @@ function limits.enter(box, entry, place)
   return entry.declared ~= false
 end
 
+-- A pending message waits no more: its permits end, but for that of `kept`, which counts as claimed from now on.
+local function withdraw(box, entry, kept)
+  take_back(box, entry, kept, false)
+  if HOLDS[entry.permits][OF_KEY] then
+    local one = entry[OF_KEY]
+    one.unclaimed, one.changed = math.max(one.unclaimed - 1, 0), true
+  end
+end
+
 -- A message has come back, or is moved. `ended` says from what: 'retry' an attempt, 'front' a delivery that was released, 'undone'
 -- a claim that counts for nothing, 'moved' from where it was pending, 'put off' as well, where it is to be tried again; nil: a
 -- delay. Its entry, with the permits that it keeps.
@@ -676,11 +685,7 @@ function limits.returned(box, id, about, ended)
   elseif ended == 'moved' then
     take_back(box, entry, 0, false)
   elseif ended == 'put off' then
-    take_back(box, entry, kept_by(entry, 'retry'), false)
-    if HOLDS[entry.permits][OF_KEY] then
-      local one = entry[OF_KEY]
-      one.unclaimed, one.changed = math.max(one.unclaimed - 1, 0), true
-    end
+    withdraw(box, entry, kept_by(entry, 'retry'))
   end
   store(box, { entry })
   return entry
@@ -718,14 +723,19 @@ function limits.set_task(box, id, task)
   return true
 end
 
--- A message dies. What is kept with it, as it keeps the permit of its key, or not.
-function limits.died(box, id, about, was_claimed)
+-- A message dies. What is kept with it, as it keeps the permit of its key, or not: not if it was never delivered.
+function limits.died(box, id, about, was_claimed, was_delivered)
   local entry = bound_entry(box, id, about)
-  take_back(box, entry, kept_by(entry, 'dead'), was_claimed)
-  local kept = text_of(entry)
+  local kept = was_delivered and kept_by(entry, 'dead') or 0
+  if was_claimed then
+    take_back(box, entry, kept, true)
+  else
+    withdraw(box, entry, kept)
+  end
+  local about_dead = text_of(entry)
   entry.permits = 0
   store(box, { entry }) -- the message has none any more
-  return kept
+  return about_dead
 end
 
 -- The entry of a dead letter that is replayed, with another head.

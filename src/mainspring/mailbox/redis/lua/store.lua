@@ -306,7 +306,7 @@ local function dead_letter(box, id, why, claimed, history, at, unclaimed)
   end
   if kept[4] then
     record[#record + 1] = 't' .. id
-    record[#record + 1] = limits.died(box, id, kept[4], not unclaimed)
+    record[#record + 1] = limits.died(box, id, kept[4], not unclaimed, deliveries > 0)
   end
   if why then
     record[#record + 1] = 'w' .. id
