@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import re
-import shutil
 from collections import Counter
 from contextlib import closing, contextmanager
 
@@ -91,19 +90,6 @@ async def test_the_log_is_kept_short(mailbox, path):
         await mailbox.send_many(["x" * 500_000] * 8)
         await mailbox.purge()
     assert os.path.getsize(path + "-wal") < 16 * 2**20
-
-
-async def test_the_log_has_room_for_the_next_commits_and_what_is_behind_its_end_is_no_message(mailbox, path, tmp_path):
-    """A commit that makes the file longer waits longer. A copy is what a killed process leaves behind."""
-    sizes = set()
-    for number in range(40):
-        await mailbox.send(number)
-        sizes.add(os.path.getsize(path + "-wal"))
-    assert len(sizes) < 10
-    for suffix in ("", "-wal"):
-        shutil.copy(path + suffix, f"{tmp_path}/copy.db{suffix}")
-    async with SQLiteMailbox(tmp_path / "copy.db", name=mailbox.name) as left_behind:
-        assert [message.body for message in await left_behind.receive(max_messages=100)] == list(range(40))
 
 
 # ----------------------------------------------------------------------------------------------------- names and URLs

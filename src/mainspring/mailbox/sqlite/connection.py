@@ -33,12 +33,8 @@ OLDEST_SQLITE = (3, 51, 3)
 """Earlier ones can corrupt a WAL file that several processes write (the WAL-reset bug)."""
 CHECKPOINT_PAGES = 2_000
 """Pages (of 4 KiB) in the write-ahead log from which they are copied into the database after a commit."""
-LOG_HEADER, LOG_PAGE = 32, 24 + 4096
-"""Bytes in the file of the log: at its begin, and of each page."""
 INDEX_BYTES = 32_768
 """Bytes by which the index of the write-ahead log grows."""
-LOG_ROOM = 16
-"""Pages in the log from which zeros are written ahead, so that commits find room in its file."""
 LOG_PAGES = 20_000
 """Pages from which a checkpoint waits for readers, so that the log can start over: it never grows much beyond."""
 FILE_ID_BITS = 128
@@ -109,7 +105,6 @@ class DatabaseFile:
         self._connection: apsw.Connection | None = None
         self._waited_since = 0.0
         self._log_pages = 0
-        self._log_room = LOG_ROOM  # pages that its file has room for, as far as is known
         self._identity: FileIdentity | None = None  # from the first opening until the last leaves
         self._log: Inode | None = None  # that of the connection
         self._tick = 0  # the last tick committed by this process
@@ -243,8 +238,6 @@ class DatabaseFile:
             connection.execute("PRAGMA synchronous = normal")
         try:
             connection.execute("BEGIN IMMEDIATE")
-            if self._log_room <= self._log_pages < CHECKPOINT_PAGES and self.synchronous == "full":
-                self._lengthen_log()
             work = do(connection, commands, boot(), wall, self._limits)
             connection.execute("COMMIT")
         except BaseException:
@@ -256,19 +249,6 @@ class DatabaseFile:
         self.transactions += 1
         self._tick = work.tick
         return work
-
-    def _lengthen_log(self) -> None:
-        """Write zeros behind the log, which the next commits overwrite; called by the holder of SQLite's write lock.
-
-        A commit that makes a file longer also waits for the journal of the file system, and takes about twice as long. Zeros
-        are no page to SQLite, and no one else makes the log longer meanwhile.
-        """
-        self._log_room = min(4 * self._log_pages, CHECKPOINT_PAGES)
-        with contextlib.suppress(OSError), open(f"{self.path}-wal", "r+b", buffering=0) as log:
-            found = os.fstat(log.fileno())
-            if (found.st_dev, found.st_ino) == self._log:
-                more = LOG_HEADER + self._log_room * LOG_PAGE - found.st_size
-                os.pwrite(log.fileno(), bytes(max(0, more)), found.st_size)
 
     def _after_trouble(self, error: Exception) -> None:
         connection = self._connection
@@ -372,7 +352,6 @@ class DatabaseFile:
         self._connection = connection
         self._identity = FileIdentity(inode or _inode(self.path), str(file_id))
         self._log = _inode(f"{self.path}-wal")
-        self._log_room = LOG_ROOM
         self._rested = False
         return connection
 
