@@ -130,7 +130,7 @@ class Fleet:
         self._setup.write_text(json.dumps(setup))
 
     async def _make_schedules(self) -> None:
-        """Make those that no worker declares. From their next ticks on, each has to have a call."""
+        """Make the schedules that no worker declares. Each of their ticks from then on has to have a call."""
         async with self._tasks() as tasks:
             for ticking in SCHEDULES:
                 if not ticking.declared:

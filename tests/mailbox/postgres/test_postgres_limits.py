@@ -249,7 +249,7 @@ async def test_limits_that_are_as_they_were_write_nothing(place):
 
 
 async def test_the_limits_are_read_for_all_messages_of_a_call_at_once(place):
-    """Those of a claim, and those that go back: at once, to wait for their next attempt, or as they end."""
+    """Messages of a claim, and messages that go back: at once, to wait for their next attempt, or as they end."""
     reads = "SELECT seq_scan + idx_scan FROM pg_stat_all_tables WHERE schemaname = %s AND relname = 'task_limits'"
     ours = "SELECT count(*) FROM pg_stat_activity WHERE application_name = %s"
 

@@ -44,7 +44,7 @@ async def counted(place, name, counts):
 
 
 def are_few(counts):
-    """True if they were one that listens and those that work, but for moments in which a machine under load held a call up."""
+    """True if one listened and the others worked, but for moments in which a machine under load held a call up."""
     return sum(number > WORKING + 1 for number in counts) <= len(counts) / 10
 
 
@@ -132,7 +132,7 @@ async def test_calls_that_wait_for_a_lock_hold_up_no_other(place):
 
 @pytest.mark.slow
 async def test_a_wait_for_a_lock_ends_by_the_timeout_and_so_does_one_for_a_turn(place):
-    """No batch goes on while the tables are locked. Those that have a connection and those in line have the same end."""
+    """No batch goes on while the tables are locked. Batches with a connection and batches in line have the same end."""
     mailboxes = [place.mailbox(f"jobs-{n}", timeout=2) for n in range(20)]
     async with AsyncExitStack() as stack:
         for mailbox in mailboxes:

@@ -167,7 +167,7 @@ class Claims:
                 return []
         while (
             more and len(found) < limit and visibility and not self._limits.paused
-        ):  # those that went to the tail left room
+        ):  # messages that went to the tail left room
             with anyio.CancelScope(shield=True, deadline=self._now() + CLOSE_TIMEOUT):
                 try:
                     rest, more = await self._claim_once(limit - len(found), visibility, 0.0)
@@ -217,7 +217,7 @@ class Claims:
 
     @asynccontextmanager
     async def _collecting(self) -> AsyncIterator[list[RawMessage]]:
-        """Collect what several pulls bring. A cancelled block has claimed nothing. An error ends one that has something."""
+        """Collect what several pulls bring. A cancelled block has claimed nothing. An error is raised only if nothing came."""
         found: list[RawMessage] = []
         try:
             yield found

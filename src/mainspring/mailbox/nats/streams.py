@@ -233,7 +233,7 @@ class Store:
         return ack_wait
 
     async def _look(self, streams: list[str], consumers: Iterable[str]) -> dict[str, _StreamInfos]:
-        """Return what is there of streams, and of the consumers of those that have one."""
+        """Return the streams that exist, and their consumers."""
         with_consumer = [each for each in streams if each in consumers]
         requests = [Request(f"{_API}STREAM.INFO.{each}") for each in streams]
         requests += [Request(f"{_API}CONSUMER.INFO.{each}.{CONSUMER}") for each in with_consumer]

@@ -389,7 +389,7 @@ class ConnectionPool:
                     await self.drop(connection)
 
     def _is_spare(self) -> bool:
-        """True if calls have what they need without the connection of one that was held up."""
+        """True if calls have what they need without the connection of a call that was held up."""
         return len(self._idle) + self._limiter.counting(self._now()) >= WORKING
 
     async def _idle_or_new(self) -> Connection:

@@ -355,7 +355,7 @@ async def a_concurrency_of_the_mailbox_is_changed(h: Harness, box: AnyMailbox) -
     first += [message for each in received for message in each]
     equal(len(first), 3, "in flight, as the limit was widened")
     await box.backend.change_limits([LimitChange(ALL_TASKS, TaskLimits(concurrency=4))])
-    await h.none(box, "three may be in flight, whatever the code says")
+    await h.none(box, "three may be in flight, though the code says four")
     await box.set_concurrency(None)
     equal(len(await _claim(box)), 1, "claimed within what the code says")
     await box.backend.change_limits([LimitChange(ALL_TASKS, TaskLimits())])
@@ -380,7 +380,7 @@ async def a_lease_that_ends_makes_room(h: Harness, box: AnyMailbox) -> None:
 
 @on_mailbox("concurrency")
 async def a_receive_does_not_wait_for_room_for_more(h: Harness, box: AnyMailbox) -> None:
-    """A receive of several messages returns those that the concurrency allows, and does not wait until it allows more."""
+    """A receive of several messages returns what the concurrency allows, and does not wait until it allows more."""
     await box.set_concurrency(2)
     async with h.waiting(box, 1) as received:
         await box.send("a")

@@ -179,7 +179,7 @@ async def dead_letters_are_listed_by_task(h: Harness, box: AnyMailbox) -> None:
     equal(await dead("t", 2, "no such id"), ids["t"], "behind an id that is unknown")
     first, second, *others = ids["t"]
     equal((await box.replay_dead_letters([first]), await box.purge_dead_letters([second])), (1, 1), "replayed, purged")
-    equal(await dead("t", 2), others, "those that are left")
+    equal(await dead("t", 2), others, "the others are left")
     await (await h.one(box)).dead_letter("again")
     equal(await dead("t", 2), [*others, first], "after another death")
     await box.purge_dead_letters()
