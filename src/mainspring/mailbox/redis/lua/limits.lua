@@ -114,8 +114,16 @@ local function listed_at(entry)
   return of.by_task .. spot
 end
 
+-- What a call finds out of limits. Most calls have to do with no task, and do without.
+local function begin(box)
+  if not box.known then
+    box.defined, box.known, box.touched, box.first, box.shares, box.budget = {}, {}, {}, {}, {}, AT_ONCE
+  end
+end
+
 -- The limits of a task, at 1 of each key and at 2 of the task, or false.
 local function limits_of(box, task)
+  begin(box)
   local known = box.defined[task]
   if known == nil then
     local declared = redis.call('HGET', box.state, 'd' .. task)
@@ -462,7 +470,7 @@ end
 
 -- Let in what the events of this call allow.
 function limits.let_in(box)
-  while next(box.touched) do
+  while box.touched and next(box.touched) do
     local touched, unread, members, names_of_them = box.touched, {}, {}, {}
     box.touched = {}
     for name in pairs(touched) do
@@ -483,6 +491,7 @@ end
 -- Look at the limiters of a task at which messages wait, from a name on.
 local function look_at_all(box, from)
   local task = read_name(from, 1)
+  begin(box)
   while true do
     if box.budget <= 0 then
       redis.call('ZADD', box.expiry, text(now), SCANNED .. from)
@@ -513,7 +522,7 @@ end
 
 -- Store what has changed of the limiters, and the places of keys.
 function limits.save(box)
-  if not (next(box.known) or next(box.shares)) then
+  if not box.known then
     return
   end
   local stored, gone, new = {}, {}, 0
@@ -543,6 +552,7 @@ end
 
 -- Read the last places of the keys of messages.
 local function fetch_shares(box, entries)
+  begin(box)
   local list, seen = {}, {}
   for _, entry in ipairs(entries) do
     if entry.of.key and not entry.share then
@@ -869,6 +879,7 @@ function limits.change(box, task, declared, paused, instead)
     redis.call('HDEL', box.state, 'd' .. task)
   end
   last_tick(box)
+  begin(box)
   box.defined[task], box.is_limited = nil, is_set or limits.all(box)[1] ~= nil
   for name, one in pairs(box.known) do
     one.limit = limit_of(box, name)
@@ -901,7 +912,8 @@ end
 
 -- All messages are deleted, but for dead letters, which may have permits.
 function limits.clear(box)
-  box.known, box.touched, box.shares, box.first = {}, {}, {}, {}
+  box.known = nil
+  begin(box)
   last_tick(box)
   if not box.is_limited then
     redis.call('UNLINK', box.limiters)

@@ -14,7 +14,7 @@ end
 
 -- Publish a word on a channel. Return whether it was received; false also if the user may not publish there.
 local function publish(box, name, word)
-  local receivers = redis.pcall('SPUBLISH', channel_of(box, name), word)
+  local receivers = redis.pcall('SPUBLISH', box.channels .. name, word)
   return type(receivers) == 'number' and receivers > 0
 end
 

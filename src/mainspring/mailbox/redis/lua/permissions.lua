@@ -48,7 +48,7 @@ local function obstacles(box)
   if not redis.acl_check_cmd('TIME') then
     found[#found + 1] = 'may not use TIME'
   end
-  local channel = channel_of(box, 'all')
+  local channel = box.channels .. 'all'
   for command, more in pairs({ SPUBLISH = { '' }, SSUBSCRIBE = {} }) do
     if not redis.acl_check_cmd(command, channel, unpack(more)) then
       found[#found + 1] = 'may not use ' .. command .. ' on ' .. channel

@@ -29,7 +29,7 @@ end
 
 -- Whether a transient mailbox does not exist (any more): what is sent to it is dropped, so that it does not come back.
 local function is_missing(of)
-  return is_transient(of) and redis.call('EXISTS', of.state) == 0
+  return of.is_transient and redis.call('EXISTS', of.state) == 0
 end
 
 -- A reply: where the keys of its mailbox begin, its rank, and where in ARGV it is; nil: there is none.
@@ -174,7 +174,7 @@ local operations = {
         box.added = math.max(box.added, redis.call('ZCARD', box.ready))
       end
     end
-    if is_transient(box) then -- the server may have lost it
+    if box.is_transient then -- the server may have lost it
       make_known(box)
     end
     return found
@@ -472,7 +472,7 @@ local function finish(of, behind)
       pcall(wake, of)
       of.added = 0
     end
-  until not next(of.touched)
+  until not (of.touched and next(of.touched))
   pcall(limits.save, of)
   if of.first_due then
     pcall(tell_due, of)
@@ -483,7 +483,7 @@ local function finish(of, behind)
   if of.settled > 0 and type(redis.pcall('HINCRBY', of.state, 'settled', of.settled)) == 'table' then
     redis.pcall('HSET', of.state, 'settled', of.settled) -- what stood there was no number
   end
-  if is_transient(of) then
+  if of.is_transient then
     local known = redis.pcall('PTTL', of.state)
     local left = of.used and DAY or math.max(tonumber(known) or DAY, 1000)
     for i = 1, KEYS_OF_TRANSIENT do
@@ -494,7 +494,7 @@ end
 
 local function run(keys, arguments)
   if not math then -- the first call
-    redis, math, string, table, ipairs, next, pairs, pcall, tonumber, type, unpack = globals()
+    redis, math, string, table, ipairs, next, pairs, pcall, setmetatable, tonumber, type, unpack = globals()
   end
   KEYS, ARGV = keys, arguments
   if ARGV[1] == 'open' then

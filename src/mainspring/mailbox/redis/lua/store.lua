@@ -49,16 +49,17 @@
 -- The server looks up each global of a library in several steps. So the first call puts them into locals: most of them are not there
 -- while the library is loaded.
 local function globals()
-  return redis, math, string, table, ipairs, next, pairs, pcall, tonumber, type, unpack
+  return redis, math, string, table, ipairs, next, pairs, pcall, setmetatable, tonumber, type, unpack
 end
 
 local redis = redis
-local math, string, table, ipairs, next, pairs, pcall, tonumber, type, unpack
+local math, string, table, ipairs, next, pairs, pcall, setmetatable, tonumber, type, unpack
 
 local AT_ONCE = 1000 -- of each kind that is due: the callers of this batch should not wait for thousands
 local KEYS_OF_ONE = 17
 local KEYS_OF_TRANSIENT = 13 -- none of its messages has a task
 local STEP = 1000 -- from one place to the next: those of keys are between
+local MOST_SHARED = 1000 -- mailboxes of which something is kept from call to call
 local DAY = 86400000
 local LONGEST_LEASE = 43200000000 -- that a receive can ask for, in microseconds
 local MOST_PUSHED = 65536 -- bytes that a message sent to who waits may have: a server hangs up on listeners that it owes too much
@@ -94,17 +95,33 @@ local function look_up(command, key, list)
   return all
 end
 
--- The mailbox whose keys begin behind KEYS[behind]. Operations read of its state what they need.
-local function box_of(behind)
-  return {
-    added = 0, settled = 0, dropped = 0, no_waiters = false, -- and of limits:
-    defined = {}, known = {}, touched = {}, first = {}, shares = {}, budget = AT_ONCE, refused = 0,
+-- What all calls for a mailbox have in common, by the first of its keys. It is kept, as most calls are for the same few mailboxes.
+local shared, how_many_shared = {}, 0
+
+local function share(behind)
+  local state = KEYS[behind + 5]
+  local one = { __index = {
     messages = KEYS[behind + 1], ready = KEYS[behind + 2], delayed = KEYS[behind + 3], leases = KEYS[behind + 4],
-    state = KEYS[behind + 5], more = KEYS[behind + 6], dedup = KEYS[behind + 7], expiry = KEYS[behind + 8],
+    state = state, more = KEYS[behind + 6], dedup = KEYS[behind + 7], expiry = KEYS[behind + 8],
     dead = KEYS[behind + 9], dead_order = KEYS[behind + 10], dead_details = KEYS[behind + 11], waiters = KEYS[behind + 12],
     bodies = KEYS[behind + 13], limiters = KEYS[behind + 14], waits = KEYS[behind + 15], listed = KEYS[behind + 16],
     dead_tasks = KEYS[behind + 17],
-  }
+    channels = string.sub(state, 1, -6), -- up to the ":"
+    is_transient = string.sub(state, 1, 5) == '{ms:~', -- all of it lives for a day after its last use
+  } }
+  if how_many_shared == MOST_SHARED then
+    shared, how_many_shared = {}, 0
+  end
+  shared[KEYS[behind + 1]], how_many_shared = one, how_many_shared + 1
+  return one
+end
+
+-- The mailbox whose keys begin behind KEYS[behind]. Operations read of its state what they need.
+local function box_of(behind)
+  return setmetatable(
+    { added = 0, settled = 0, dropped = 0, refused = 0, no_waiters = false },
+    shared[KEYS[behind + 1]] or share(behind)
+  )
 end
 
 -- Let a mailbox have its records, whose keys begin behind KEYS[behind]. Only calls that need them bring these keys.
@@ -112,15 +129,6 @@ local function with_records(box, behind)
   box.verified = box.verified and box.records ~= nil
   box.records, box.record_names, box.record_ends = KEYS[behind + 1], KEYS[behind + 2], KEYS[behind + 3]
   return box
-end
-
--- Whether all of a mailbox lives for a day after its last use.
-local function is_transient(box)
-  return string.sub(box.state, 1, 5) == '{ms:~'
-end
-
-local function channel_of(box, name)
-  return string.sub(box.state, 1, -6) .. name -- up to the ":"
 end
 
 -- From now on a transient mailbox exists, and what is sent to it is kept. Only those who receive from it make it so.
