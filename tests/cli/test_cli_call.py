@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import pytest
 
-from mainspring import LoopGroup, Tasks
+from mainspring import DeadLetterPolicy, LoopGroup, Tasks
 from mainspring.cli.app import call
 from mainspring.cli.target import load_attribute
 
@@ -124,7 +124,7 @@ def test_a_call_that_is_sent_already_is_not_sent_again(tasks, capsys, monkeypatc
 
 def test_the_result_is_waited_for(tasks, capsys):
     def work() -> None:
-        program = Tasks(tasks.mailbox.address)
+        program = Tasks(tasks.mailbox.address, dead_letter=DeadLetterPolicy(max_attempts=1))
         program.task(name="email")(email)
         program.task(name="report")(report)
         group = LoopGroup([program.loop()], guardian=False)
@@ -142,7 +142,7 @@ def test_the_result_is_waited_for(tasks, capsys):
     async def email(to: str) -> str:
         ran.append(to)
         if to == "no-one":
-            raise ValueError("no such address")
+            raise ValueError("no such\n\x1b[31maddress")
         return f"sent to {to}"
 
     async def report() -> None:
@@ -157,6 +157,9 @@ def test_the_result_is_waited_for(tasks, capsys):
         assert err.startswith("mainspring: waiting for job ")
         found = json.loads(wait("report", "--wait", "20s", "--json")[1])
         assert (found["task"], found["result"]) == ("report", None)
+        status, out, err = wait("email", "to=no-one", "--wait", "20s")
+        assert (status, out) == (1, "")
+        assert err.splitlines()[-1].endswith(r"is dead: ValueError: no such\n\x1b[31maddress")
     finally:
         ran.extend(["stop"] * 3)
         worker.join()

@@ -147,6 +147,27 @@ def test_dead_letters_are_chosen_by_their_task(url, ids, capsys, monkeypatch, tm
     assert called(capsys, "jobs", "--state", "dead")[1] == ""
 
 
+def test_dead_letters_of_calls_by_an_alias_are_chosen_by_their_task(url, capsys):
+    before, now = Tasks(url), Tasks(url, dead_letter=DeadLetterPolicy(max_attempts=1))
+
+    @before.task
+    async def email(to: str) -> None: ...
+
+    @now.task(aliases=["email"], concurrency=1)
+    async def mail(to: str) -> None:
+        raise ValueError("no such address")
+
+    async def fill() -> None:
+        async with before:
+            await email.send("ann")
+        await LoopGroup([now.loop()], guardian=False).run(install_signals=False, until_empty=True)
+
+    anyio.run(fill)
+    found = json.loads(called(capsys, "dead", "list", url, "--task", "mail", "--json")[1])
+    assert [letter["body"]["task"] for letter in found["letters"]] == ["email"]
+    assert called(capsys, "dead", "purge", url, "--task", "mail", "--yes")[1] == "1 dead letter(s) purged\n"
+
+
 def test_a_purge_of_what_fits_asks_with_their_number(url, ids, capsys, monkeypatch):
     terminal, typed = pty.openpty()
     try:

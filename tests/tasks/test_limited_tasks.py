@@ -16,6 +16,7 @@ from mainspring import (
     Backend,
     Capabilities,
     Context,
+    DeadLetterPolicy,
     InMemoryMailbox,
     LoopGroup,
     Rate,
@@ -187,7 +188,9 @@ async def test_a_call_by_an_alias_that_the_store_does_not_answer_for_is_tried_ag
             return await self.inner.set_task(delivery, task)
 
     mailbox, runs = InMemoryMailbox(), Runs()
-    before, now = Tasks(mailbox.address), Tasks(wrap(mailbox, Failing), retry=RetryPolicy(initial_delay=5))
+    given_up = DeadLetterPolicy(max_attempts=1, retry_on=())
+    retry = RetryPolicy(initial_delay=5)
+    before, now = Tasks(mailbox.address), Tasks(wrap(mailbox, Failing), retry=retry, dead_letter=given_up)
     limited(now, runs, aliases=["old"], concurrency=1)
     async with before, now:
         await limited(before, Runs(), name="old").send("a")

@@ -9,9 +9,9 @@ import anyio
 import typer
 
 from mainspring.cli.send import parse_json
-from mainspring.cli.store import open_shared, printable, target_and_words
+from mainspring.cli.store import open_shared, target_and_words
 from mainspring.cli.target import load_attribute
-from mainspring.cli.user_errors import UserError, say
+from mainspring.cli.user_errors import UserError, printable, say
 from mainspring.errors import SerializationError
 from mainspring.mailbox.jobs import outcome_of
 from mainspring.tasks.tasks import Tasks

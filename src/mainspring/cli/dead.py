@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from mainspring.cli.store import mailbox_alone, mailbox_and_ids, printable, with_mailbox
-from mainspring.cli.user_errors import FAILED, UserError, say
+from mainspring.cli.store import mailbox_alone, mailbox_and_ids, with_mailbox
+from mainspring.cli.user_errors import FAILED, UserError, printable, say
 from mainspring.mailbox.mailbox import Mailbox
 from mainspring.redaction import without_secrets
 from mainspring.tasks.calls import CallCodec
@@ -61,19 +61,17 @@ class Choice:
             raise UserError(f"dead {verb}: an id or a filter is empty; say which dead letters are meant, or --all")
 
     def filter(self) -> Callable[[DeadLetter], bool]:
-        """Return a function that says whether a dead letter fits the filters."""
+        """Return a function that says whether a dead letter fits the filters, but for its task: see :func:`_every`."""
         after, until = self.since, self.older_than
         if after is not None and until is not None and until < after:
             raise UserError(
                 f"no time is since {_date(after)} and before {_date(until)}: --since must be the longer ago"
             )
         kind, text = self.error_type, None if self.match is None else self.match.casefold()
-        task, task_of = self.task, CallCodec({}).task_of
 
         def fits(letter: DeadLetter) -> bool:
             return (
-                (task is None or task_of(letter.raw) == task)
-                and (kind is None or letter.error_type == kind)
+                (kind is None or letter.error_type == kind)
                 and (after is None or letter.dead_lettered_at >= after)
                 and (until is None or letter.dead_lettered_at <= until)
                 and (text is None or any(text in searched.casefold() for searched in _searched(letter)))
@@ -220,13 +218,14 @@ async def _chosen(mailbox: Mailbox[Any, Any], choice: Choice) -> list[str]:
 
 
 async def _every(mailbox: Mailbox[Any, Any], task: str | None) -> AsyncIterator[DeadLetter]:
-    """Yield all dead letters, or those of a task if the store can find them: else the filter does."""
-    if not mailbox.capabilities.listing:
-        task = None
+    """Yield all dead letters, or those of a task: of the task that the store knows, else of that which the call names."""
+    is_listed = mailbox.capabilities.listing
+    task_of = CallCodec({}).task_of
     after = None
-    while page := await mailbox.dead_letters(limit=PAGE, after=after, task=task):
+    while page := await mailbox.dead_letters(limit=PAGE, after=after, task=task if is_listed else None):
         for letter in page:
-            yield letter
+            if task is None or is_listed or task_of(letter.raw) == task:
+                yield letter
         if len(page) < PAGE:
             return
         after = page[-1].message_id

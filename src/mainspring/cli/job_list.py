@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from mainspring.cli.jobs import status_json
-from mainspring.cli.store import know_tasks, mailbox_alone, printable, with_mailbox
-from mainspring.cli.user_errors import FAILED, UserError, say
+from mainspring.cli.store import know_tasks, mailbox_alone, with_mailbox
+from mainspring.cli.user_errors import FAILED, UserError, printable, say
 from mainspring.mailbox.job_list import UNFINISHED
 from mainspring.validation import counted
 

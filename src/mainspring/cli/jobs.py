@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from mainspring.cli.limits import limit_line
-from mainspring.cli.store import know_tasks, mailbox_alone, mailbox_and_ids, printable, tasks_and_ids, with_mailbox
-from mainspring.cli.user_errors import FAILED, UserError, say
+from mainspring.cli.store import know_tasks, mailbox_alone, mailbox_and_ids, tasks_and_ids, with_mailbox
+from mainspring.cli.user_errors import FAILED, UserError, printable, say
 from mainspring.errors import JobNotFoundError, JobRunningError
 from mainspring.mailbox import jobs
 from mainspring.mailbox.codec import Codec

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from mainspring.cli.store import know_tasks, mailbox_and_ids, printable, with_mailbox
-from mainspring.cli.user_errors import UserError, say
+from mainspring.cli.store import know_tasks, mailbox_and_ids, with_mailbox
+from mainspring.cli.user_errors import UserError, printable, say
 from mainspring.mailbox.limiters import ALL_TASKS
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from mainspring.cli.store import printable, tasks_and_ids, with_mailbox
-from mainspring.cli.user_errors import FAILED, UserError, say
+from mainspring.cli.store import tasks_and_ids, with_mailbox
+from mainspring.cli.user_errors import FAILED, UserError, printable, say
 from mainspring.errors import ConfigError, ScheduleNotFoundError
 from mainspring.tasks.schedule_times import Times
 from mainspring.validation import counted

@@ -107,8 +107,3 @@ def with_mailbox(mailbox: Mailbox[Any, Any], act: Callable[[Mailbox[Any, Any]], 
             return await act(mailbox)
 
     return anyio.run(run)
-
-
-def printable(text: str, *, keep: str = "") -> str:
-    """Return ``text`` without what a terminal would obey: errors and bodies come from anywhere."""
-    return "".join(char if char.isprintable() or char in keep else repr(char)[1:-1] for char in text)

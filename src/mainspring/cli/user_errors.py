@@ -24,6 +24,11 @@ class UserError(Exception):
         self.status = status
 
 
+def printable(text: str, *, keep: str = "") -> str:
+    """Return ``text`` without what a terminal would obey: errors and bodies come from anywhere."""
+    return "".join(char if char.isprintable() or char in keep else repr(char)[1:-1] for char in text)
+
+
 def say(text: str) -> None:
     """Write one remark of ours to standard error, in one call, so that several processes' lines do not mix.
 
@@ -31,7 +36,7 @@ def say(text: str) -> None:
     changes nothing about how the command ends.
     """
     try:
-        sys.stderr.write(f"mainspring: {without_secrets(text)}\n")
+        sys.stderr.write(f"mainspring: {printable(without_secrets(text))}\n")
         sys.stderr.flush()
     except (OSError, ValueError):
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - else the end of the program tries once more

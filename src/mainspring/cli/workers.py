@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from mainspring.cli.store import mailbox_and_ids, printable, with_mailbox
-from mainspring.cli.user_errors import UserError
+from mainspring.cli.store import mailbox_and_ids, with_mailbox
+from mainspring.cli.user_errors import UserError, printable
 from mainspring.core import clock
 from mainspring.validation import counted
 

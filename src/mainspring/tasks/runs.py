@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import anyio
 
-from mainspring.errors import MailboxError, SerializationError
+from mainspring.errors import MailboxConnectionError, MailboxError, Retry, SerializationError
 from mainspring.mailbox import replies
 from mainspring.mailbox.records import CHAIN_PART
 from mainspring.tasks.batches import BatchItem, CallBatches, OpenBatches
@@ -276,7 +276,8 @@ class AliasRuns:
                 is_released = await task.tasks.mailbox.backend.set_task(claimed, task.name)
             except MailboxError as error:
                 delivery.phase = Phase.ENDED
-                return self.judge(delivery, error)
+                # The function has not begun: a store that does not answer is no failure of it.
+                return self.judge(delivery, Retry(charge=False) if isinstance(error, MailboxConnectionError) else error)
             if is_released:
                 delivery.phase = Phase.ENDED
                 delivery.message.settlement = RELEASED.settlement
