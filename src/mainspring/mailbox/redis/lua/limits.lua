@@ -23,6 +23,7 @@ local NEVER = 1e300
 local SCANNED = '\0>' -- the begin of what stands in `expiry` for limiters that are still to be looked at after a change
 local TOO_MANY = 1000 -- fields of `limiters` above which each new one has some others looked at that may go
 local MOST_NAMES = 4000 -- that are kept from call to call
+local MOST_COUNTS = 1000 -- the same
 local DIGITS = { [0] = '0', '1', '2', '3' }
 local HOLDS = { [0] = { false, false }, { true, false }, { false, true }, { true, true } } -- by permits: of its key, and its own
 local NO_LIMITS = { {}, {} } -- see limits_of
@@ -67,7 +68,8 @@ end
 local function read_entry(id, about)
   local rank, place, at = string.match(about, '^%d (%-?%d+) (%d+) %d+ %S+ ()')
   local permits = string.byte(about) - 48
-  return {
+  return { -- and the fields that bind fills, as a table that grows is made anew
+    false, false, declared = false, needs_key = false,
     id = id, about = about, permits = permits, stored = permits, rank = rank, place = place, of = parts_of(string.sub(about, at)),
   }
 end
@@ -178,16 +180,46 @@ local function known_limiter(box, name, limit, unread)
   return one
 end
 
+-- What is stored of a limiter whose rate is not spent, by its permits that are out and unclaimed, and these by that. It is kept, as
+-- most limiters have few permits.
+local count_texts, counts_read, how_many_counts = {}, {}, 0
+
+local function write_limiter(used, unclaimed, spent)
+  local known = spent == 0 and count_texts[used]
+  local written = known and known[unclaimed]
+  if not written then
+    written = string.format('%d %d %d', used, unclaimed, spent)
+    if spent == 0 then
+      if how_many_counts == MOST_COUNTS then
+        count_texts, counts_read, how_many_counts = {}, {}, 0
+      end
+      count_texts[used] = count_texts[used] or {}
+      count_texts[used][unclaimed], counts_read[written] = written, { used, unclaimed, 0 }
+      how_many_counts = how_many_counts + 1
+    end
+  end
+  return written
+end
+
+local function read_limiter(stored)
+  local known = counts_read[stored]
+  if known then
+    return known[1], known[2], known[3]
+  end
+  local used, unclaimed, spent = string.match(stored, '^(%d+) (%d+) (%d+)$')
+  return tonumber(used or nil), tonumber(unclaimed or nil), tonumber(spent or nil)
+end
+
 local function read_limiters(box, names_of_them)
   local wanted = {}
   for i, name in ipairs(names_of_them) do
     wanted[i] = 'l' .. name
   end
   for i, stored in ipairs(wanted[1] and look_up('HMGET', box.limiters, wanted) or {}) do
-    local used, unclaimed, spent = string.match(stored or '', '^(%d+) (%d+) (%d+)$')
+    local used, unclaimed, spent = read_limiter(stored or '')
     if used then
       local one = box.known[names_of_them[i]]
-      one.used, one.unclaimed, one.spent, one.is_stored = tonumber(used), tonumber(unclaimed), tonumber(spent), true
+      one.used, one.unclaimed, one.spent, one.is_stored = used, unclaimed, spent, true
     end
   end
 end
@@ -201,10 +233,12 @@ end
 
 -- Let messages have the limits of their tasks, and the limiters that they have permits of, or may get permits of.
 local function bind(box, entries)
-  local unread = {}
+  local unread, task, declared = {}, nil, nil
   for _, entry in ipairs(entries) do
     local of, holds = entry.of, HOLDS[entry.permits]
-    local declared = limits_of(box, of.task)
+    if of.task ~= task then
+      task, declared = of.task, limits_of(box, of.task)
+    end
     local limit = declared or NO_LIMITS
     entry.declared, entry.needs_key = declared, limit.limits_keys and of.key
     if entry.needs_key or holds[OF_KEY] then
@@ -335,7 +369,7 @@ local function first_waiting(box, name, most)
   if not of.from then
     of.from, of.to = '[' .. name, '(' .. name .. ':'
   end
-  return redis.call('ZRANGE', box.waits, of.from, of.to, 'BYLEX', 'LIMIT', 0, most)
+  return redis.call('ZRANGE', box.waits, of.from, of.to, 'BYLEX', 'LIMIT', '0', most == 1 and '1' or most)
 end
 
 local function lacks_key(entry)
@@ -474,7 +508,9 @@ function limits.let_in(box)
     local touched, unread, members, names_of_them = box.touched, {}, {}, {}
     box.touched = {}
     for name in pairs(touched) do
-      known_limiter(box, name, limit_of(box, name), unread)
+      if not box.known[name] then
+        known_limiter(box, name, limit_of(box, name), unread)
+      end
     end
     read_limiters(box, unread)
     for name in pairs(touched) do
@@ -533,7 +569,7 @@ function limits.save(box)
       else
         stored[#stored + 1] = 'l' .. name
         local spent = one.spent > now and one.spent or 0
-        stored[#stored + 1] = string.format('%d %d %d', one.used, math.min(one.unclaimed, one.used), spent)
+        stored[#stored + 1] = write_limiter(one.used, math.min(one.unclaimed, one.used), spent)
         new = new + (one.is_stored and 0 or 1)
       end
     end
