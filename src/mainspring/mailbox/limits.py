@@ -113,7 +113,7 @@ def check_send(
     if expires_in is not None:
         check_seconds("send: expires_in", expires_in, MAX_DELAY)
         if not expires_in:
-            raise InvalidParameterError("send: expires_in must be above 0 seconds, or None")
+            raise InvalidParameterError(f"send: expires_in must be above 0 seconds, or None, not {expires_in!r}")
     if headers is None:
         return
     try:

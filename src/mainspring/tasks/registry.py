@@ -184,9 +184,8 @@ class TaskRegistry:
             unfinished; ``"pending"``: until the first has begun; seconds, or a timedelta: for that long after its send.
         :param debounce: seconds, or a timedelta, for which a call waits. If another with its key is sent meanwhile, it waits
             anew, and of both the later is run: at most ten times as long in all, or ``(seconds, most seconds)``.
-        :param result_ttl: seconds, or a timedelta (0 to 366 days), for which the end of a call is kept: what it returned, or
-            that it was cancelled. 0: it is not kept.
-        :param expires_in: seconds, or a timedelta, after which a call that has not begun goes to the dead letters.
+        :param result_ttl: seconds, or a timedelta, for which the result of a call, or its cancellation, is kept; 0: not at all.
+        :param expires_in: seconds, or a timedelta, after which a call that waits, or its retry, goes to the dead letters.
         :param offload: where a plain function runs: ``"thread"``, ``"process"``, or an :class:`OffloadPool`.
         :param middleware: what runs around each send and each run of this task, inside of that of the ``Tasks``.
         :param batch: the function takes up to that many calls at once, as a list: ``(docs: list[Doc])``; each sends one.
@@ -195,6 +194,7 @@ class TaskRegistry:
             parameter of type ``list[Context]``, put first, gets the context of each call: beat all of them in a long run.
         :param batch_wait: seconds that a batch waits for more calls, from its first one on.
         :raises ConfigError: the name is taken, a parameter cannot be sent, a value is impossible, or a loop runs already.
+        :raises InvalidParameterError: ``priority``, ``unique``, ``result_ttl`` or ``expires_in`` is outside its limits.
         """
         caller = sys._getframe(1)  # noqa: SLF001 - annotations may name classes local to the calling function
         names = {**caller.f_globals, **caller.f_locals}

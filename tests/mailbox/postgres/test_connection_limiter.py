@@ -97,7 +97,7 @@ async def test_a_call_that_is_cancelled_in_line_gives_its_turn_to_the_next(virtu
         tasks.cancel_scope.cancel()
 
 
-async def test_those_behind_a_call_that_is_cancelled_still_get_their_turn(virtual_clock):
+async def test_calls_behind_a_cancelled_one_still_get_their_turn(virtual_clock):
     calls = Calls()
     calls.start = anyio.current_time()
     async with anyio.create_task_group() as tasks:

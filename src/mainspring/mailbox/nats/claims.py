@@ -165,9 +165,8 @@ class Claims:
                 break
             if self.stopped or (not more and self._now() >= deadline):
                 return []
-        while (
-            more and len(found) < limit and visibility and not self._limits.paused
-        ):  # messages that went to the tail left room
+        # Messages that went to the tail have left room.
+        while more and len(found) < limit and visibility and not self._limits.paused:
             with anyio.CancelScope(shield=True, deadline=self._now() + CLOSE_TIMEOUT):
                 try:
                     rest, more = await self._claim_once(limit - len(found), visibility, 0.0)
