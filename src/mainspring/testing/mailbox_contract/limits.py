@@ -511,25 +511,26 @@ async def a_due_retry_that_is_moved_keeps_its_key(h: Harness, box: AnyMailbox) -
 async def an_expired_retry_blocks_its_key_where_a_dead_letter_is_to(h: Harness, box: AnyMailbox) -> None:
     """With ``Blocks.DEAD`` a message that was delivered, and expires before its next attempt, blocks its key as a dead letter.
 
-    A message that was never delivered does not, and with another ``Blocks`` neither does.
+    A message that was never delivered does not, and with another ``Blocks`` none does.
     """
-    for blocks, count in ((Blocks.DEAD, 1), (Blocks.RETRY, 2)):
+    for blocks, expected in ((Blocks.DEAD, ["after new"]), (Blocks.RETRY, ["after due", "after late", "after new"])):
         task = blocks.value
         await _limit(box, task, key_concurrency=1, key_rate=Rate(1_000, burst=1), blocks=blocks)
+        ids = []
         async with h.ending(h.short):
-            (retried,) = await _send(box, "a retry", task=task, key="a", expires_in=h.short)
-            await _send(box, "after the retry", task=task, key="a")
-            (first,) = await _claim(box)
-            await first.nack()
-            await _send(box, "a new one", task=task, key="b", expires_in=h.short)
-            await _send(box, "after the new one", task=task, key="b")
-        following = ["after the new one", "after the retry"]
+            for key in ("due", "late"):
+                ids += await _send(box, key, task=task, key=key, expires_in=h.short)
+                await _send(box, f"after {key}", task=task, key=key)
+            for message in await _claim(box):
+                await message.nack(delay=1_000 if message.body == "late" else 0)
+            await _send(box, "new", task=task, key="new", expires_in=h.short)
+            await _send(box, "after new", task=task, key="new")
         messages = await _claim(box)
-        equal(sorted(_bodies(messages)), following[:count], f"as two have expired, {task}")
-        equal(len(await box.dead_letters()), 2, f"dead letters, {task}")
-        equal(await box.purge_dead_letters([retried]), 1, "purged")
+        equal(sorted(_bodies(messages)), expected, f"as the first of each key has expired, {task}")
+        equal(len(await box.dead_letters()), 3, f"dead letters, {task}")
+        equal(await box.purge_dead_letters(ids), 2, "purged")
         messages += await _claim(box)
-        equal(sorted(_bodies(messages)), following, f"after the purge, {task}")
+        equal(sorted(_bodies(messages)), ["after due", "after late", "after new"], f"after the purge, {task}")
         for message in messages:
             await message.acknowledge()
         await box.purge_dead_letters()
