@@ -236,6 +236,24 @@ async def test_a_receive_waits_while_nothing_may_be_claimed(place):
             assert mailbox.statistics().batches - calls <= 8
 
 
+async def test_a_claim_that_was_undone_is_no_delivery_of_a_message_that_expires(place):
+    """It has the permit of its key still, and gives it up: nothing of it was begun."""
+    async with place.mailbox() as mailbox:
+        await limit(mailbox, key_concurrency=1, blocks=Blocks.DEAD)
+        ids = await send(mailbox, "expires", key="k", expires_in=600)
+        await send(mailbox, "next", key="k")
+        assert await bodies(mailbox) == ["expires"]
+        place.execute(
+            "SELECT SCHEMA.unclaim(%s, %s, (SELECT array_agg(lease) FROM SCHEMA.messages WHERE state = 2))",
+            place.number(),
+            ids,
+        )
+        assert place.execute("SELECT body FROM SCHEMA.messages WHERE permits = 1") == [(b'"expires"',)]
+        place.execute("UPDATE SCHEMA.messages SET expires_at = now() WHERE body = %s", b'"expires"')
+        assert await bodies(mailbox) == ["next"]
+        assert (await mailbox.counts()).dead == 1
+
+
 async def test_limits_that_are_as_they_were_write_nothing(place):
     async with place.mailbox() as mailbox:
         limits = TaskLimits(2, Rate(5, 60, 2), 1, Rate(7, 11), Blocks.DEAD)
