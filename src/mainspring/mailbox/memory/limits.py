@@ -290,7 +290,7 @@ class MemoryLimits:
             if queue.waiting:
                 self.let_in(queue, now)
 
-    def comes_again(self, entry: QueuedMessage) -> None:
+    def due_again(self, entry: QueuedMessage) -> None:
         """Note that a message which kept a permit is to be claimed again."""
         self._count_unclaimed(entry, 1)
 

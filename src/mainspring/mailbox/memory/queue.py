@@ -430,7 +430,7 @@ class MemoryQueue:
             entry.order = self._serial if entry.task is None or entry.key is None else self._share(queue, entry)
         limited = None if entry.task is None else self.limits.tasks.get(entry.task)
         if limited is not None:
-            self.limits.comes_again(entry)
+            self.limits.due_again(entry)
             self.limits.enter(limited, entry, now)
             return
         self.pending += 1

@@ -251,7 +251,7 @@ class WorkLimits:
         self.enter([Entrant(mailbox, rank, pos, seq, rest or call, state)])
         return False
 
-    def comes_again(self, mailbox: int, call: Limitable | None) -> None:
+    def due_again(self, mailbox: int, call: Limitable | None) -> None:
         """Note that a message which has kept permits is to be claimed again."""
         self._count_unclaimed(mailbox, call, 1)
 

@@ -311,7 +311,7 @@ def _unclaim(work: UnitOfWork, commands: list[batched.Unclaim]) -> None:
         given = _json_list([delivery.receipt_handle for delivery in command.deliveries])
         if work.limits is not None:
             for task, key, permits in work.rows(sql.PERMITS_HELD, (given, command.mailbox)):
-                work.limits.comes_again(command.mailbox, Limitable(task, key, None, permits))
+                work.limits.due_again(command.mailbox, Limitable(task, key, None, permits))
         work.execute(sql.UNLEASE_EXPIRING, (given, command.mailbox))
         work.execute(sql.UNLEASE, (given, command.mailbox))
         back = work.changes()

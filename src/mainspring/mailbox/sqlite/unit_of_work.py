@@ -327,7 +327,7 @@ def line_up(work: UnitOfWork, mailbox: int, seq: int, rank: int, pos: float, cal
         delta.gain(1)
     else:
         delta.pending += 1
-        limits.comes_again(mailbox, call)
+        limits.due_again(mailbox, call)
         limits.enter([Entrant(mailbox, rank, pos, seq, call, state)])
 
 

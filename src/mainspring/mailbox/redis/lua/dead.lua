@@ -116,13 +116,13 @@ local function replay_dead(box, ids)
     local tail = string.sub(value, string.len(place) + 1)
     place = new_place(box)
     local kept = redis.call('HMGET', box.dead_details, 'c' .. id, 'k' .. id, 't' .. id)
-    local entry = kept[3] and limits.revived(box, id, kept[3], place)
+    local entry = kept[3] and limits.replayed(box, id, kept[3], place)
     place = entry and entry.place or place
     redis.call('HSET', box.messages, id, place .. tail)
     if entry then
       limits.add(box, { entry })
     end
-    if not (entry and limits.come_again(box, entry, place)) then
+    if not (entry and limits.due_again(box, entry, place)) then
       redis.call('ZADD', box.ready, rank, place .. id)
       box.added = box.added + 1
     end
@@ -139,7 +139,7 @@ end
 
 local function purge_dead(box, ids)
   for _, id in ipairs(ids) do
-    limits.buried(box, id)
+    limits.purged_dead(box, id)
     delete_dead(box, id)
   end
   box.settled = box.settled + #ids

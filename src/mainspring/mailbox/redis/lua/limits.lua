@@ -738,7 +738,7 @@ function limits.returned(box, id, about, ended)
 end
 
 -- It is to be claimed again: see limits.enter.
-function limits.come_again(box, entry, place, ended)
+function limits.due_again(box, entry, place, ended)
   local holds = HOLDS[entry.permits]
   for which = OF_KEY, OWN do
     if holds[which] then
@@ -769,8 +769,9 @@ function limits.set_task(box, id, task)
   return true
 end
 
--- A message dies. What is kept with it, as it keeps the permit of its key, or not: not if it was never delivered.
-function limits.died(box, id, about, was_claimed, was_delivered)
+-- A message is dead-lettered. Return the entry that the dead letter has: with the permit of its key, if it was ever delivered and
+-- dead letters of its task keep it.
+function limits.dead_lettered(box, id, about, was_claimed, was_delivered)
   local entry = bound_entry(box, id, about)
   local kept = was_delivered and kept_by(entry, 'dead') or 0
   if was_claimed then
@@ -785,14 +786,14 @@ function limits.died(box, id, about, was_claimed, was_delivered)
 end
 
 -- The entry of a dead letter that is replayed, with another head.
-function limits.revived(box, id, about, place)
+function limits.replayed(box, id, about, place)
   local entry = bound_entry(box, id, about)
   move(entry, limits.place_of(box, entry, place) or place)
   return entry
 end
 
--- A dead letter is gone for good.
-function limits.buried(box, id)
+-- A dead letter is purged.
+function limits.purged_dead(box, id)
   local about = redis.call('HGET', box.dead_details, 't' .. id)
   if about then
     take_back(box, bound_entry(box, id, about), 0, true)

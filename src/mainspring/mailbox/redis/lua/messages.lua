@@ -60,7 +60,7 @@ local function claim_key(box, id, key, own)
   remove_message(box, id)
   if redis.call('HEXISTS', box.dead, id) == 1 then
     verify(box)
-    limits.buried(box, id)
+    limits.purged_dead(box, id)
     delete_dead(box, id)
     box.settled = box.settled + 1
   end

@@ -314,7 +314,7 @@ local function dead_letter(box, id, why, claimed, history, at, unclaimed)
   end
   if kept[4] then
     record[#record + 1] = 't' .. id
-    record[#record + 1] = limits.died(box, id, kept[4], not unclaimed, deliveries > 0)
+    record[#record + 1] = limits.dead_lettered(box, id, kept[4], not unclaimed, deliveries > 0)
   end
   if why then
     record[#record + 1] = 'w' .. id
@@ -357,7 +357,7 @@ local function enqueue(box, id, rank, place, delay, ended)
     place = entry and limits.place_of(box, entry) or new_place(box)
     redis.call('HSET', box.more, 'p' .. id, place)
   end
-  if entry and limits.come_again(box, entry, place, ended) then
+  if entry and limits.due_again(box, entry, place, ended) then
     return
   end
   redis.call('ZADD', box.ready, rank, place .. id)
