@@ -44,7 +44,7 @@ local function read_name(from_text, from)
 end
 
 -- What the name of a limiter says: at 1 the limiter of the key, or false, and at 2 the limiter of the task; the task and the key;
--- the begins of the entries in `listed`. It is kept, as calls come to the same limiters again and again.
+-- the field of it in `limiters`; the begins of the entries in `listed`. It is kept, as calls come to the same limiters again and again.
 local names, how_many_names = {}, 0
 
 local function parts_of(name)
@@ -54,7 +54,7 @@ local function parts_of(name)
     local written = string.sub(name, 1, ends)
     local key = string.byte(name, ends + 1) == 107 and string.sub(name, ends + 2) -- "k"
     parts = {
-      key and name, key and written .. 't' or name, task = task, key = key, by_task = 't' .. written,
+      key and name, key and written .. 't' or name, task = task, key = key, field = 'l' .. name, by_task = 't' .. written,
       by_key = key and 'k' .. key .. written,
     }
     if how_many_names == MOST_NAMES then
@@ -213,7 +213,7 @@ end
 local function read_limiters(box, names_of_them)
   local wanted = {}
   for i, name in ipairs(names_of_them) do
-    wanted[i] = 'l' .. name
+    wanted[i] = parts_of(name).field
   end
   for i, stored in ipairs(wanted[1] and look_up('HMGET', box.limiters, wanted) or {}) do
     local used, unclaimed, spent = read_limiter(stored or '')
@@ -565,9 +565,9 @@ function limits.save(box)
   for name, one in pairs(box.known) do
     if one.changed then
       if one.used == 0 and one.spent <= now then
-        gone[#gone + 1] = one.is_stored and 'l' .. name or nil
+        gone[#gone + 1] = one.is_stored and parts_of(name).field or nil
       else
-        stored[#stored + 1] = 'l' .. name
+        stored[#stored + 1] = parts_of(name).field
         local spent = one.spent > now and one.spent or 0
         stored[#stored + 1] = write_limiter(one.used, math.min(one.unclaimed, one.used), spent)
         new = new + (one.is_stored and 0 or 1)
