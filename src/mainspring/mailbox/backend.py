@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, TypeVar
 
-from mainspring.errors import ConfigError, InvalidParameterError
+from mainspring.errors import ConfigError
 from mainspring.mailbox.limits import check_name, no_transactions
 from mainspring.mailbox.message import ACK
 
@@ -296,9 +296,10 @@ class Backend(ABC):
 
         The messages exist if and when that commits. An error leaves the transaction as the driver does.
 
-        :raises InvalidParameterError: the backend cannot (:attr:`Capabilities.transactions`), or the connection does not fit.
+        :raises ConfigError: the backend cannot (:attr:`Capabilities.transactions`).
+        :raises InvalidParameterError: the connection does not fit.
         """
-        raise InvalidParameterError(f"send: mailbox {self.name!r} takes no connection=; a postgresql:// mailbox does")
+        raise no_transactions(self.name)
 
     @abstractmethod
     async def claim(

@@ -223,7 +223,7 @@ def full(waiting: int, capacity: int, more: int) -> MailboxFullError:
 
 def no_transactions(name: str) -> ConfigError:
     """Return the error of a mailbox without transactions."""
-    return ConfigError(f"mailbox {name!r} has no transactions; a postgresql:// mailbox has")
+    return ConfigError(f"mailbox {name!r} has no transactions (Capabilities.transactions); a postgresql:// mailbox has")
 
 
 def no_thread_connection() -> ConfigError:

@@ -223,6 +223,7 @@ class Mailbox(MailboxLifeCycle, Generic[T, R]):
         :param connection: of a mailbox with ``Capabilities.transactions``: the sender's own connection to the same database,
             whose transaction the message joins: it exists, and wakes receivers, if and when that commits.
         :raises InvalidParameterError: a value is outside its limits, or a string that UTF-8 cannot hold.
+        :raises ConfigError: there is a ``connection``, and the mailbox has no transactions.
         :raises MailboxClosedError: the mailbox is not open.
         :raises MailboxFullError: it holds as many messages as it may.
         :raises SerializationError: the body does not fit the mailbox's type, would not be received as it is, or is larger than

@@ -12,7 +12,6 @@ import pytest
 
 from mainspring.errors import (
     ConfigError,
-    InvalidParameterError,
     MailboxFullError,
     ReceiptHandleExpiredError,
     ReplyNotAvailableError,
@@ -364,10 +363,14 @@ async def test_wrong_constructor_values_are_config_errors(keywords) -> None:
 
 async def test_a_store_without_transactions_names_one_that_has_them() -> None:
     async with InMemoryMailbox("jobs", body=str) as box:
-        with pytest.raises(InvalidParameterError, match=r"takes no connection=; a postgresql:// mailbox does$"):
+        with pytest.raises(
+            ConfigError, match=r"has no transactions \(Capabilities.transactions\); a postgresql:// mailbox has$"
+        ):
             await box.send("x", connection=object())
         await box.send("x")
         [message] = await box.receive()
-        with pytest.raises(ConfigError, match=r"has no transactions; a postgresql:// mailbox has$"):
+        with pytest.raises(
+            ConfigError, match=r"has no transactions \(Capabilities.transactions\); a postgresql:// mailbox has$"
+        ):
             async with box.transaction(message):
                 pass

@@ -404,7 +404,7 @@ async def test_misuse_is_one_line_and_the_message_dead_at_once(place, mailbox):
         for box, handle, why in (
             (mailbox, plain, "gives its own: with ctx.transaction(session)"),
             (mailbox, in_the_loop, "for plain `def` handlers; write `async with` here"),
-            (memory, without, "'jobs' has no transactions; a postgresql:// mailbox has"),
+            (memory, without, "'jobs' has no transactions (Capabilities.transactions); a postgresql:// mailbox has"),
         ):
             await box.send("x")
             await LoopGroup([MainLoop(box, handle)], guardian=False).run(install_signals=False, until_empty=True)

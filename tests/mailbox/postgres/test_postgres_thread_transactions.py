@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import create_engine, text
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
-from mainspring import InMemoryMailbox, InvalidParameterError, MailboxFullError
+from mainspring import ConfigError, InMemoryMailbox, InvalidParameterError, MailboxFullError
 from mainspring.errors import MailboxError
 
 
@@ -137,7 +137,7 @@ def test_what_is_no_transaction_of_its_own_is_refused(place, jobs, mailbox):
 
 
 def test_mailboxes_that_take_none_refuse_it(place, engine):
-    with InMemoryMailbox("jobs").sync as other, pytest.raises(InvalidParameterError, match="takes no connection="):
+    with InMemoryMailbox("jobs").sync as other, pytest.raises(ConfigError, match="has no transactions"):
         other.send("x", connection=object())
     with place.mailbox(capacity=1).sync as bounded, engine.begin() as connection:
         with pytest.raises(InvalidParameterError, match="has a capacity"):

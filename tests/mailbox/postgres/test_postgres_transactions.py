@@ -140,7 +140,7 @@ async def test_a_connection_with_settings_of_its_own_will_do(place, mailbox):
 
 async def test_other_mailboxes_refuse_a_connection(place):
     async with InMemoryMailbox("jobs") as other:
-        with pytest.raises(InvalidParameterError, match="no connection="):
+        with pytest.raises(ConfigError, match="has no transactions"):
             await other.send("x", connection=object())
         await other.send("x")
         (message,) = await other.receive()
