@@ -470,6 +470,18 @@ async def test_blocks_nest(virtual_clock: Any) -> None:
             assert await orders.approximate_count() == 1
 
 
+async def test_a_request_in_an_inner_block_is_answered(virtual_clock: Any) -> None:
+    tasks = Tasks(url(POSTGRES, "orders"))
+
+    @tasks.task
+    async def total(n: int) -> int:
+        return n + 1
+
+    with override(tasks), override(tasks):
+        async with tasks, LoopGroup([tasks.loop()]):
+            assert await total.request(1, timeout=5) == 2
+
+
 async def test_what_is_of_the_real_store_only_is_named(virtual_clock: Any) -> None:
     orders = open_mailbox(url(POSTGRES, "orders"))
     with override(orders), pytest.raises(AttributeError, match="in memory inside the block of override"):

@@ -134,7 +134,8 @@ class _StandInStore:
         return name if name.endswith(self.mark) else f"{name}{self.mark}"
 
 
-def _stand_in(original: Backend, stores: list[_StandInStore], connection: Any) -> StandIn:
+def _stand_in(backend: Backend, stores: list[_StandInStore], connection: Any) -> StandIn:
+    original = backend.original if isinstance(backend, StandIn) else backend  # in a block inside another one
     store = next((store for store in stores if store.has(original)), None)
     if store is None:
         stores.append(store := _StandInStore(original, connection))
@@ -149,7 +150,7 @@ class StandIn(MemoryBackend):
     def __init__(self, name: str, original: Backend, store: _StandInStore, *, capacity: int | None = None) -> None:
         super().__init__(name, capacity=capacity or original.capacity, key=store.key(name))
         self.capabilities = replace(self.capabilities, transactions=original.capabilities.transactions)
-        self._original = original
+        self.original = original
         self._stands_for = store
         self._under_way: dict[str, _StandInTransaction] = {}
 
@@ -160,12 +161,12 @@ class StandIn(MemoryBackend):
 
     def sibling(self, name: str) -> StandIn:
         bare = name.removesuffix(self._stands_for.mark)
-        return StandIn(bare, self._original, self._stands_for)
+        return StandIn(bare, self.original, self._stands_for)
 
     def local_name(self, address: str) -> str | None:
         if address.startswith(KIND):
             return super().local_name(address)
-        name = self._original.local_name(address)
+        name = self.original.local_name(address)
         return None if name is None else self._stands_for.key(name)
 
     # --------------------------------------------------------------------------------------------------- transactions
