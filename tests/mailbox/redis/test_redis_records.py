@@ -122,9 +122,12 @@ async def test_results_are_sent_to_processes_alone_that_have_waited_for_one(here
 
 async def test_each_write_removes_a_few_that_have_ended(here, anyio_backend):
     async with here.mailbox() as mailbox:
-        for number in range(25):
-            await mailbox.backend.write_record(RecordWrite("test", str(number), b"1", 0.05 if number else None))
-        await anyio.sleep(0.06)
+        await mailbox.backend.write_record(RecordWrite("test", "0", b"1"))
+        async with anyio.create_task_group() as group:  # in a call or two, before any has ended
+            for number in range(1, 25):
+                group.start_soon(mailbox.backend.write_record, RecordWrite("test", str(number), b"1", 0.2))
+        assert sizes(here) == (25, 25, 24)
+        await anyio.sleep(0.25)
         left = []
         for _ in range(4):
             await mailbox.backend.write_record(RecordWrite("test", "0", b"2"))
