@@ -120,7 +120,7 @@ async def test_a_record_is_deleted_at_the_end_though_the_last_write_failed(virtu
     async with background(MainLoop(mailbox, quick)):
         await anyio.sleep(10)
         mailbox.always("write_record", fail(DOWN))
-        await anyio.sleep(15)
+        await anyio.sleep(35)
         mailbox.always("write_record", as_usual)
         assert await states(mailbox) == [("running", 0, 1)]
     assert await states(mailbox) == []
@@ -187,7 +187,37 @@ async def test_a_short_run_tells_nothing_at_its_end_that_was_not_told_before(vir
         await mailbox.send_many(range(2_000))
         await settled(mailbox)
         await anyio.sleep(41 - anyio.current_time())
-    assert [round(at, 3) for at in writes] == [0, 20, 40, 41]
+    assert [round(at, 3) for at in writes] == [0, 40, 41]
+
+
+async def test_an_idle_loop_writes_half_as_often_and_tells_what_is_new_within_20_seconds(virtual_clock):
+    mailbox = FaultyMailbox()
+    writes: list[float] = []
+
+    async def note(write) -> object:
+        writes.append(round(anyio.current_time()))
+        return await write()
+
+    mailbox.always("write_record", note)
+    async with background(MainLoop(mailbox, sleeper(30))):
+        await anyio.sleep(90)
+        assert writes == [0, 40, 80]
+        await mailbox.send(1)
+        await anyio.sleep(11)
+        assert await states(mailbox) == [("running", 1, 1)]
+        await anyio.sleep(20)
+        assert await states(mailbox) == [("running", 0, 1)]
+        assert writes == [0, 40, 80, 100, 120]
+
+
+async def test_a_loop_stays_in_the_list_where_one_write_fails(virtual_clock):
+    mailbox = FaultyMailbox()
+    async with background(MainLoop(mailbox, quick)):
+        await anyio.sleep(30)
+        mailbox.next("write_record", fail(DOWN))
+        for _ in range(60):
+            await anyio.sleep(1)
+            assert await states(mailbox) == [("running", 0, 1)]
 
 
 async def test_a_mailbox_that_keeps_no_records_has_no_list(virtual_clock):

@@ -1,8 +1,8 @@
 """The workers of a mailbox, as its store knows them.
 
-Each run of a loop that claims from a mailbox keeps a record there (``worker/presence.py``). It writes the record every
-``TELL_EVERY`` seconds, and deletes it at its end. The record of a killed process stays until it expires. So a list of workers
-costs the store one write for each loop in that time, and messages cost nothing.
+Each run of a loop that claims from a mailbox keeps a record there (``worker/presence.py``). It writes what is new every
+``TELL_EVERY`` seconds, and deletes the record at its end. The record of a killed process stays until it expires. So a list of
+workers costs the store at most one write for each loop in that time, and messages cost nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mainspring.mailbox.mailbox import Mailbox
 
 TELL_EVERY: Final = 20.0
-"""Seconds between two writes of a loop's record."""
+"""Seconds between two looks at whether a loop's record must be written."""
 GONE_AFTER: Final = 60.0
 """Seconds after its last write at which a loop's record ends."""
 PAGE: Final = 500
@@ -61,6 +61,7 @@ class WorkerStatus:
     started_at: datetime
     """When this run of the loop began."""
     last_seen: datetime
+    """When it wrote this: a loop that is idle does so every 40 seconds."""
     jobs: Mapping[str, int] = field(default_factory=dict)
     """The ids of messages that had been in its handlers for a second or more, each with the number of that delivery: the 100
     that have been there for the longest."""

@@ -1,12 +1,16 @@
 """``Presence``: says in its mailbox that a loop works on it, so that ``mailbox.workers()`` finds it.
 
-It writes a record as the loop starts, every 20 seconds, and a second after the loop was paused, resumed, told to stop or given
-another concurrency. It deletes the record as the loop ends. A failed write is not repeated: during an outage of the store the
-record expires, and the next write that succeeds brings it back.
+It writes a record as the loop starts, and a second after the loop was paused, resumed, told to stop or given another
+concurrency. Every 20 seconds it writes what is new, as the messages in hand. Where nothing is new it writes every 40 seconds
+only, as many loops of a process are idle for most of the time. It deletes the record as the loop ends.
+
+A failed write is made again 10 seconds later, so that the record outlives it. During a longer outage of the store the record
+expires, and the next write that succeeds brings it back.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio
@@ -24,6 +28,10 @@ if TYPE_CHECKING:
     from mainspring.mailbox.mailbox import Mailbox
     from mainspring.worker.slots import Admission, Slots
 
+RENEW_AFTER: Final = 1.5 * TELL_EVERY
+"""The age in seconds from which on a record is written also if nothing is new: by every second look, which may come late."""
+TRY_AGAIN_IN: Final = TELL_EVERY / 2
+"""Seconds after a failed write until the next one, which still comes before the record expires."""
 TELL_CHANGES_IN: Final = 1.0
 """Seconds after a change until it is written: several are one write, and a loop that ends at once writes none."""
 TOLD_AFTER: Final = 1.0
@@ -49,7 +57,8 @@ class Presence:
         self._key = f"{worker_name()} {random.token()}"
         self._timer = Periodic(self._tell)
         self._clock = loop_clock()
-        self._is_told = False
+        self._told: WorkerStatus | None = None
+        self._told_at = 0.0
 
     def change(self) -> None:
         """Write the record soon, as its values have changed."""
@@ -61,14 +70,23 @@ class Presence:
         try:
             await self._timer.run_on(TELL_EVERY)
         finally:
-            if self._is_told:
+            if self._told is not None:
                 with anyio.move_on_after(FORGET_WITHIN, shield=True):
                     await self._write(RecordWrite(WORKER, self._key, None))
 
     async def _tell(self, overslept: float) -> float:
-        if await self._write(RecordWrite(WORKER, self._key, self._status().write(), GONE_AFTER)):
-            self._is_told = True
+        status = self._status()
+        if not self._is_known(status):
+            if not await self._write(RecordWrite(WORKER, self._key, status.write(), GONE_AFTER)):
+                return self._clock() + TRY_AGAIN_IN
+            self._told, self._told_at = status, self._clock()
         return self._clock() + TELL_EVERY
+
+    def _is_known(self, status: WorkerStatus) -> bool:
+        """True if the record says the same, and will not expire before the next look and a second try."""
+        if self._told is None or self._clock() - self._told_at >= RENEW_AFTER:
+            return False
+        return replace(status, last_seen=self._told.last_seen) == self._told
 
     def _status(self) -> WorkerStatus:
         now, state = self._clock(), WorkerState.RUNNING
