@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import pytest
 
-from mainspring import DeadLetterPolicy, LoopGroup, Rate, Tasks, open_mailbox, parallel
+from mainspring import DeadLetterPolicy, LoopGroup, Rate, RequestFailedError, Tasks, chain, open_mailbox, parallel
 from mainspring.cli.app import call
 from mainspring.mailbox import job_list
 
@@ -231,10 +231,45 @@ def test_a_chain_is_listed_shown_and_cancelled(url, capsys):
     assert {job["chain"] for job in found} == {chain_id}
     assert f"{chain_id}  running    chain" in called(capsys, "jobs", url)[1]
     assert json.loads(called(capsys, "job", url, chain_id, "--json")[1])["state"] == "running"
+    shown = called(capsys, "job", url, chain_id)[1]
+    assert "0 of 3 done" in shown
+    assert f"{chain_id}-0-2  pending" in shown
+    assert "result" not in shown
+    searched = listed(capsys, url, "--search", chain_id)
+    assert {job["id"] for job in searched} == {chain_id, *(f"{chain_id}-0-{n}" for n in range(3))}
     assert called(capsys, "cancel", url, chain_id)[:2] == (0, f"{chain_id} cancelled\n")
     assert called(capsys, "cancel", url, chain_id)[0] == 1
-    (chain,) = listed(capsys, url)
-    assert (chain["id"], chain["state"]) == (chain_id, "cancelled")
+    (ended,) = listed(capsys, url)
+    assert (ended["id"], ended["state"]) == (chain_id, "cancelled")
+
+
+def test_a_chain_with_a_dead_part_is_shown_as_dead_with_the_part_and_its_error(url, capsys):
+    tasks = Tasks(url, dead_letter=DeadLetterPolicy(max_attempts=1))
+
+    @tasks.task
+    async def count() -> int:
+        return 7
+
+    @tasks.task
+    async def check(number: int) -> int:
+        raise ValueError(f"{number} is bad")
+
+    async def run() -> str:
+        async with LoopGroup([tasks.loop(wait_time_seconds=1)]):
+            job = await chain(count.s(), check.s()).send()
+            with pytest.raises(RequestFailedError):
+                await job.result(timeout=30)
+            return job.id
+
+    chain_id = anyio.run(run)
+    shown = called(capsys, "job", url, chain_id)[1]
+    assert "dead" in shown
+    assert "1 (the first is 0) of 2 stages" in shown
+    assert f"{chain_id}-1-0  dead  {check.name}  attempt 1  ValueError: 7 is bad" in shown
+    said = json.loads(called(capsys, "job", url, chain_id, "--json")[1])
+    assert (said["state"], said["stage"], said["last_error"]) == ("dead", 1, "7 is bad")
+    assert [part["id"] for part in said["under_way"]] == [f"{chain_id}-1-0"]
+    assert "result" not in said
 
 
 def test_a_mailbox_and_a_task_are_paused_and_limited(url, ids, capsys):

@@ -480,9 +480,43 @@ def test_a_chain_whose_step_dies_waits_for_its_replay():
                 await job.result()
             status = await job.status()
             assert (status.state, status.stage, status.last_error) == (JobState.DEAD, 1, "ill")
+            (part,) = status.under_way
+            assert (part.state, part.task, part.arguments) == (JobState.DEAD, second.name, {"number": 1})
+            by_id = tasks.job(job.id)
+            seen = await by_id.status()
+            assert (seen.state, seen.last_error, seen.last_error_type) == (JobState.DEAD, "ill", "ValueError")
+            with pytest.raises(RequestFailedError, match="stage 1 is dead: ValueError: ill"):
+                await by_id.result()
             healthy = True
             assert await tasks.mailbox.replay_dead_letters() == 1
-            assert await job.result() == 2
+            assert await by_id.result(timeout=60) == 2
+            assert (await by_id.status()).state is JobState.DONE
+            assert [each async for each in by_id.progress()] == []
+            with pytest.raises(JobNotFoundError):
+                await tasks.job("chain-unknown").status()
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_the_last_error_of_a_part_that_is_tried_again_is_that_of_its_chain(parts):
+    async def main():
+        tasks = Tasks(InMemoryMailbox(), retry=RetryPolicy(initial_delay=600, jitter="none"))
+
+        @tasks.task
+        async def first(number: int) -> int:
+            if number == parts - 1:
+                raise ValueError("ill")
+            return number
+
+        async with group_of(tasks):
+            job = await first.map(range(parts)).send()
+            await anyio.sleep(60)
+            status = await job.status()
+            assert (status.state, status.last_error, status.last_error_type) == (JobState.RUNNING, "ill", "ValueError")
+            (part,) = status.under_way
+            assert (part.state, part.attempts, part.last_error) == (JobState.SCHEDULED, 1, "ill")
+            assert (await tasks.job(job.id).status()).last_error == "ill"
 
     run_virtual(main)
 

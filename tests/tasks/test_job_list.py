@@ -16,7 +16,7 @@ from mainspring import CancelOutcome, DeadLetterPolicy, InMemoryMailbox, JobStat
 from mainspring.errors import ConfigError, InvalidParameterError, MailboxConnectionError
 from mainspring.mailbox import job_list
 from mainspring.mailbox.backend import Backend, Capabilities
-from mainspring.mailbox.jobs import JobProgress, keep_progress, status_of
+from mainspring.mailbox.jobs import JobProgress, keep_progress, outcome_so_far
 from mainspring.mailbox.limiters import LimitChange, TaskLimits
 from mainspring.mailbox.memory import listing
 from mainspring.testing import run_virtual
@@ -303,7 +303,7 @@ async def test_what_waits_at_a_limit_is_listed_as_pending(store):
         assert sorted(job.id for job in found) == sorted(sent)
         assert {job.state for job in found} == {JobState.PENDING}
         assert (await box.counts()).pending == 4
-        assert {(await status_of(box, job_id)).state for job_id in sent} == {JobState.PENDING}
+        assert {(await outcome_so_far(box, job_id)).status.state for job_id in sent} == {JobState.PENDING}
 
 
 @LISTED

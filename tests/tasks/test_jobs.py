@@ -422,6 +422,11 @@ def test_progress_is_seen_by_the_id_and_as_a_stream():
             assert 6 <= len(seen) <= 12
             assert seen == sorted(seen)
             assert {each.total for each in seen} == {40}
+            ended = await job.status()
+            assert (ended.state, ended.progress) == (JobState.DONE, seen[-1])
+            assert ended.worker
+            await anyio.sleep(HOUR - 10)
+            assert (await job.status()).progress is not None
             quick = await work.send(2)
             await quick.result()
             assert await tasks.mailbox.backend.find_records("progress", [quick.id]) == []

@@ -18,6 +18,7 @@ from mainspring.mailbox.codec import Codec
 from mainspring.mailbox.limits import delay_of
 from mainspring.mailbox.message import CancelOutcome
 from mainspring.tasks.calls import with_arguments
+from mainspring.tasks.chain_runs import find_chain
 from mainspring.validation import counted
 
 if TYPE_CHECKING:
@@ -27,8 +28,11 @@ if TYPE_CHECKING:
     from mainspring.mailbox.limiters import LimitState
     from mainspring.mailbox.mailbox import Mailbox
     from mainspring.mailbox.message import Counts
+    from mainspring.tasks.chain_runs import ChainStatus
     from mainspring.tasks.tasks import Tasks
 
+PARTS = 20
+"""The most parts of a chain that are shown."""
 LONGEST = 1_000
 """The most characters of arguments or of a result that are shown on a line."""
 
@@ -59,18 +63,64 @@ def show_job(words: Sequence[str], as_json: bool) -> int:
     if len(ids) != 1:
         raise UserError(f"job: give the id of one job, not {counted(len(ids), 'id')}")
     know_tasks(mailbox)
+
+    async def look(opened: Mailbox[Any, Any]) -> tuple[JobStatus, ChainStatus | None, bytes | None]:
+        try:
+            status, raw = await jobs.outcome_so_far(opened, ids[0])
+        except JobNotFoundError:
+            if (chain := await find_chain(opened, ids[0])) is None:
+                raise
+            return chain.job, chain.chain, chain.result
+        return status, None, raw
+
     try:
-        status, raw = with_mailbox(mailbox, lambda opened: jobs.outcome_so_far(opened, ids[0]))
+        status, chain, raw = with_mailbox(mailbox, look)
     except JobNotFoundError as error:
         raise UserError(str(error), FAILED) from None
     kept = {} if raw is None else {"result": json.loads(raw)}
     if as_json:
-        typer.echo(json.dumps({**status_json(status), **kept}))
+        typer.echo(json.dumps({**status_json(status), **({} if chain is None else _chain_json(chain)), **kept}))
         return 0
-    for name, value in {**asdict(status), **kept}.items():
+    shown = asdict(status) if chain is None else _of_chain(status, chain)
+    for name, value in {**shown, **kept}.items():
         if value is not None or name in kept:
             typer.echo(printable(f"{name.replace('_', ' '):<18} {_shown(name, value)}"))
+    if chain is not None:
+        _show_parts(chain)
     return 0
+
+
+def _of_chain(status: JobStatus, chain: ChainStatus) -> dict[str, Any]:
+    """Return what is shown of a chain: it has stages and parts, and no attempts of its own."""
+    return {
+        "id": status.id,
+        "state": status.state,
+        "stage": f"{chain.stage} (the first is 0) of {counted(chain.stages, 'stage')}",
+        "parts": f"{chain.parts_done:,} of {chain.parts:,} done",
+        "enqueued_at": status.enqueued_at,
+        "finished_at": status.finished_at,
+        "last_error": status.last_error,
+        "last_error_type": status.last_error_type,
+    }
+
+
+def _show_parts(chain: ChainStatus) -> None:
+    for part in sorted(chain.under_way, key=lambda each: not each.is_finished)[:PARTS]:  # dead ones first
+        why = "" if part.last_error is None else f"  {part.last_error_type}: {part.last_error}"
+        line = f"{'part':<18} {part.id}  {part.state}  {part.task or '-'}  attempt {part.attempts}{why}"
+        typer.echo(printable(line if len(line) <= LONGEST else f"{line[:LONGEST]}…"))
+    if len(chain.under_way) > PARTS:
+        say(f"and {len(chain.under_way) - PARTS:,} more parts: mainspring jobs --search {chain.id}")
+
+
+def _chain_json(chain: ChainStatus) -> dict[str, Any]:
+    return {
+        "stage": chain.stage,
+        "stages": chain.stages,
+        "parts": chain.parts,
+        "parts_done": chain.parts_done,
+        "under_way": [status_json(part) for part in chain.under_way],
+    }
 
 
 def _shown(name: str, value: Any) -> str:

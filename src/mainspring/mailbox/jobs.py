@@ -9,6 +9,7 @@ after the other misses only a message that is replayed meanwhile, which a second
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping  # noqa: TC003 - a web framework resolves the annotations of JobStatus
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -32,7 +33,6 @@ from mainspring.errors import (
 from mainspring.mailbox.history import ERROR_SIZE, read_history
 from mainspring.mailbox.message import EXPIRED, MessagePlace, RescheduleOutcome, Result, header_of
 from mainspring.mailbox.records import (
-    CHAIN,
     CHAIN_PART,
     KEY_HEADER,
     PROGRESS,
@@ -46,7 +46,7 @@ from mainspring.mailbox.workers import worker_name, workers_of_jobs
 from mainspring.runtime.retry import Retries
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
     from mainspring.mailbox.backend import Backend
     from mainspring.mailbox.mailbox import Mailbox
@@ -114,6 +114,7 @@ class JobStatus:
     """The host and the process that ended it, last said its progress or runs it, as ``host:pid``. Of a run that says no
     progress it is known within 21 seconds (see :meth:`Mailbox.workers`)."""
     progress: JobProgress | None = None
+    """What its handler said last by ``ctx.progress``, for an hour after it was written, also where the job has ended."""
     last_error: str | None = None
     last_error_type: str | None = None
     key: str | None = None
@@ -235,38 +236,24 @@ def _written(said: Mapping[str, Any]) -> bytes:
 # ------------------------------------------------------------------------------------------------------ what is seen
 
 
-async def status_of(mailbox: Mailbox[Any, Any], message_id: str) -> JobStatus:
-    """Return the status of the message, or of the chain, with that id.
-
-    :raises JobNotFoundError: no message of that id is unfinished or dead, and no end of one is kept.
-    """
-    return (await outcome_so_far(mailbox, message_id)).status
-
-
 async def outcome_so_far(mailbox: Mailbox[Any, Any], message_id: str) -> JobOutcome:
-    """Return the status of the message, or of the chain, with that id, and the result if it is done and that is kept.
+    """Return the status of the message with that id, and the result if it is done and that is kept.
 
     :raises JobNotFoundError: no message of that id is unfinished or dead, and no end of one is kept.
     """
-    try:
-        outcome = await _look(mailbox, message_id)
-    except JobNotFoundError:
-        if mailbox.capabilities.records:
-            for record in await mailbox.backend.find_records(CHAIN, [message_id]):
-                return JobOutcome(status_of_chain(record), _result_in(record))
-        raise
+    outcome = await _look(mailbox, message_id)
     (status,) = await with_progress(mailbox.backend, [outcome.status])
     return outcome._replace(status=status)
 
 
 async def with_progress(backend: Backend, found: list[JobStatus]) -> list[JobStatus]:
-    """Return these statuses, with how far the handlers of unfinished jobs said that they are, and who runs them."""
-    begun = [status.id for status in found if status.deliveries and not status.is_finished]
+    """Return these statuses, with how far their handlers said that they are, and who runs those that are running."""
+    begun = [status.id for status in found if status.deliveries]
     if not begun or not backend.capabilities.records:
         return found
     said = {record.key: json.loads(record.value) for record in await backend.find_records(PROGRESS, begun)}
     found = [
-        replace(status, progress=JobProgress(last["done"], last["total"]), worker=last["worker"])
+        replace(status, progress=JobProgress(last["done"], last["total"]), worker=status.worker or last["worker"])
         if (last := said.get(status.id)) is not None
         else status
         for status in found
@@ -297,12 +284,14 @@ async def outcome_of(mailbox: Mailbox[Any, Any], message_id: str, timeout: float
     raise RequestTimeoutError(f"job {message_id}: it was not finished within {timeout:g} s; wait longer, or cancel it")
 
 
-async def progress_of(mailbox: Mailbox[Any, Any], message_id: str) -> AsyncIterator[JobProgress]:
-    """Yield how far the job is, each time that it has changed, until the job is finished."""
+async def progress_of(
+    mailbox: Mailbox[Any, Any], message_id: str, look: Callable[[], Awaitable[JobStatus]]
+) -> AsyncIterator[JobProgress]:
+    """Yield how far the job is that ``look`` sees, each time that it has changed, until the job is finished."""
     before: JobProgress | None = None
     with EndListener(mailbox.backend, message_id) as news:
         while True:
-            status = await patiently(status_of, mailbox, message_id)
+            status = await patiently(look)
             if status.progress is not None and status.progress != before:
                 before = status.progress
                 yield before
@@ -398,21 +387,31 @@ class EndListener:
 
 async def _look(mailbox: Mailbox[Any, Any], message_id: str) -> JobOutcome:
     mailbox.check_open()
-    backend, codec = mailbox.backend, mailbox.codec
+    backend = mailbox.backend
     for _ in range(2):  # a dead letter may have been replayed between two looks
-        if backend.capabilities.lookup:
-            for unfinished in await backend.find([message_id]):
-                body = unfinished.message.body
-                status = status_of_unfinished(unfinished, codec.task_of(body))
-                return JobOutcome(replace(status, arguments=codec.arguments_of(body)), None)
-        for letter in await backend.find_dead_letters([message_id]):
-            body = letter[0].body
-            status = status_of_dead(*letter, codec.task_of(body))
-            return JobOutcome(replace(status, arguments=codec.arguments_of(body)), None)
+        for status in await unfinished_or_dead(mailbox, [message_id]):
+            return JobOutcome(status, None)
         if backend.capabilities.records:
             for record in await backend.find_records(RESULT, [message_id]):
                 return outcome_of_record(record)
     raise _not_found(message_id, "it is not in this mailbox, nor is a result of it kept; keep results with result_ttl=")
+
+
+async def unfinished_or_dead(mailbox: Mailbox[Any, Any], message_ids: list[str]) -> list[JobStatus]:
+    """Return the statuses of those messages that are unfinished (where the store can look them up) or dead."""
+    backend, codec = mailbox.backend, mailbox.codec
+    found: dict[str, JobStatus] = {}
+    if backend.capabilities.lookup:
+        for unfinished in await backend.find(message_ids):
+            body = unfinished.message.body
+            status = status_of_unfinished(unfinished, codec.task_of(body))
+            found[status.id] = replace(status, arguments=codec.arguments_of(body))
+    missing = [each for each in message_ids if each not in found]
+    for letter in await backend.find_dead_letters(missing) if missing else ():
+        body = letter[0].body
+        status = status_of_dead(*letter, codec.task_of(body))
+        found[status.id] = replace(status, arguments=codec.arguments_of(body))
+    return list(found.values())
 
 
 def _not_found(message_id: str, why: str) -> JobNotFoundError:

@@ -35,10 +35,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-if TYPE_CHECKING:
-    from mainspring.policies import Rate
+from mainspring.policies import Rate  # noqa: TC001 - a web framework resolves the annotations of LimitState
 
 ALL_TASKS: Final = ""
 """The task in a :class:`LimitChange` that means the whole mailbox: it can be paused, and have a concurrency."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping  # noqa: TC003 - a web framework resolves the annotations of DeadLetter
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -21,7 +22,7 @@ from mainspring.mailbox.limits import check_seconds
 from mainspring.validation import MAX_DELAY, Seconds, as_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from mainspring.mailbox.mailbox import Mailbox
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+from collections.abc import Mapping  # noqa: TC003 - a web framework resolves the annotations of WorkerStatus
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -20,8 +21,6 @@ from mainspring.errors import ConfigError
 from mainspring.mailbox.records import WORKER
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from mainspring.mailbox.backend import Backend
     from mainspring.mailbox.mailbox import Mailbox
 

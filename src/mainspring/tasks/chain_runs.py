@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import anyio
 
@@ -22,7 +22,16 @@ from mainspring.errors import (
     RequestTimeoutError,
     ResultTooLargeError,
 )
-from mainspring.mailbox.jobs import LOOK_EVERY, EndListener, JobState, patiently, with_identity
+from mainspring.mailbox.jobs import (
+    LOOK_EVERY,
+    EndListener,
+    JobState,
+    JobStatus,
+    patiently,
+    status_of_chain,
+    unfinished_or_dead,
+    with_identity,
+)
 from mainspring.mailbox.limits import check_seconds
 from mainspring.mailbox.message import Envelope
 from mainspring.mailbox.records import CHAIN, CHAIN_PART, RecordWrite, check_size
@@ -48,6 +57,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from mainspring.mailbox.backend import Backend
+    from mainspring.mailbox.mailbox import Mailbox
     from mainspring.mailbox.message import Message
     from mainspring.tasks.chain_state import Stage
     from mainspring.tasks.task import Task
@@ -304,8 +314,11 @@ class ChainStatus:
     """How many parts that stage has."""
     parts_done: int
     last_error: str | None = None
-    """Why a part is dead, or which one is gone."""
+    """Why a part is dead, why the last attempt failed of a part that is tried again, or which part is gone."""
     last_error_type: str | None = None
+    under_way: tuple[JobStatus, ...] = field(default=(), repr=False)
+    """The parts that were sent and are not done, dead ones included: each with its state, attempts and last error. Their
+    ``progress`` and ``worker`` are left out; ``tasks.job(part.id).status()`` tells them."""
 
 
 class ChainJob:
@@ -340,27 +353,7 @@ class ChainJob:
 
     async def status(self) -> ChainStatus:
         """Return which stage is under way, and how it ended."""
-        backend = self._tasks.mailbox.backend
-        state = await self._state()
-        status = ChainStatus(
-            self.id, JobState(state.state), state.stage, len(state.stages), state.parts, state.done.bit_count()
-        )
-        if status.state is not JobState.RUNNING:
-            return status
-        under_way = {place.message_id for place in state.under_way}
-        for _ in range(2):  # a dead letter may have been replayed between two looks
-            gone = under_way
-            if backend.capabilities.lookup:
-                gone = under_way - {found.message.message_id for found in await backend.find(sorted(under_way))}
-            for _, dead, _ in await backend.find_dead_letters(sorted(gone)):
-                return replace(status, state=JobState.DEAD, last_error=dead.error, last_error_type=dead.error_type)
-            if not gone or not backend.capabilities.lookup:
-                return status
-        if (again := await self._state()).version != state.version:  # they have been recorded meanwhile
-            return replace(status, stage=again.stage, parts=again.parts, parts_done=again.done.bit_count())
-        more = f" and {len(gone) - 1} more" if len(gone) > 1 else ""
-        why = f"of stage {state.stage}, {min(gone)}{more} cancelled or purged"
-        return replace(status, state=JobState.CANCELLED, last_error=why)
+        return await _status_of(self._tasks.mailbox, await self._state())
 
     async def result(self, *, timeout: float | None = None) -> Any:
         """Wait until it is done, and return what its last call returned, or the list of what its parts did.
@@ -420,6 +413,61 @@ class ChainJob:
                 f"chain {self.id:.200}: it is not in this mailbox, or its result is not kept any more"
             )
         return state
+
+
+async def _status_of(mailbox: Mailbox[Any, Any], state: ChainState) -> ChainStatus:
+    """Return what is known of a chain, by its record and by the messages of the parts that are under way."""
+    status = ChainStatus(
+        state.chain_id, JobState(state.state), state.stage, len(state.stages), state.parts, state.done.bit_count()
+    )
+    if status.state is not JobState.RUNNING:
+        return status
+    ids = [place.message_id for place in state.under_way]
+    for _ in range(2):  # a dead letter may have been replayed between two looks
+        found = {part.id: part for part in await unfinished_or_dead(mailbox, ids)}
+        parts = tuple(found[each] for each in ids if each in found)
+        dead = [part for part in parts if part.is_finished]
+        gone = [each for each in ids if each not in found]
+        if dead or not gone or not mailbox.capabilities.lookup:
+            failed = next((part for part in (*dead, *parts) if part.last_error is not None), None)
+            return replace(
+                status,
+                state=JobState.DEAD if dead else JobState.RUNNING,
+                last_error=failed.last_error if failed else None,
+                last_error_type=failed.last_error_type if failed else None,
+                under_way=parts,
+            )
+    again = await _state_of(mailbox.backend, state.chain_id)
+    if again is not None and again.version != state.version:  # they have been recorded meanwhile
+        return replace(status, stage=again.stage, parts=again.parts, parts_done=again.done.bit_count())
+    more = f" and {len(gone) - 1} more" if len(gone) > 1 else ""
+    why = f"of stage {state.stage}, {min(gone)}{more} cancelled or purged"
+    return replace(status, state=JobState.CANCELLED, last_error=why)
+
+
+class ChainOutcome(NamedTuple):
+    """A chain seen by its id: as a job, as a chain, and the JSON of its result if it is done."""
+
+    job: JobStatus
+    chain: ChainStatus
+    result: bytes | None
+
+
+async def find_chain(mailbox: Mailbox[Any, Any], chain_id: str) -> ChainOutcome | None:
+    """Return what is known of the chain with that id, or None if there is none."""
+    if not mailbox.capabilities.records:
+        return None
+    for record in await mailbox.backend.find_records(CHAIN, [chain_id]):
+        state = ChainState.read(chain_id, record.version, record.value)
+        status = await _status_of(mailbox, state)
+        job = replace(
+            status_of_chain(record),
+            state=status.state,
+            last_error=status.last_error,
+            last_error_type=status.last_error_type,
+        )
+        return ChainOutcome(job, status, state.result if state.state == DONE else None)
+    return None
 
 
 class SyncChainJob:

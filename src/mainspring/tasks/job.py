@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
+from mainspring.errors import JobNotFoundError
 from mainspring.mailbox.limits import check_seconds, delay_of
 from mainspring.tasks.calls import TaskCall
 from mainspring.validation import MAX_DELAY
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
     from mainspring.mailbox.jobs import JobProgress, JobStatus
     from mainspring.mailbox.message import CancelOutcome
+    from mainspring.tasks.chain_runs import ChainOutcome
     from mainspring.tasks.tasks import Tasks
     from mainspring.validation import Seconds
 
@@ -55,13 +57,23 @@ class Job(Generic[R]):
         return SyncJob(self, self._tasks)
 
     async def status(self) -> JobStatus:
-        """Return where it is, how far it is, and how it ended."""
+        """Return where it is, how far it is, and how it ended.
+
+        The job of a chain's id has the state and the last error of :meth:`ChainJob.status`, which tells more.
+        """
         from mainspring.mailbox import jobs
 
-        return await jobs.status_of(self._tasks.mailbox, self.id)
+        try:
+            return (await jobs.outcome_so_far(self._tasks.mailbox, self.id)).status
+        except JobNotFoundError:
+            if (chain := await self._chain()) is None:
+                raise
+            return chain.job
 
     async def result(self, *, timeout: float | None = None) -> R:
         """Wait until it is done, and return what the function returned. The call must be sent with ``result_ttl=``.
+
+        By the id of a chain it returns the result of the chain, as :meth:`ChainJob.result` does.
 
         The end of a call in another process is announced where the store can do so; what is not announced is seen within a
         second. Where the store cannot be reached meanwhile, it is asked again, until the timeout. Cancelled, it leaves the job
@@ -77,7 +89,12 @@ class Job(Generic[R]):
 
         if timeout is not None:
             check_seconds("result: timeout", timeout, math.inf)
-        status, raw = await jobs.outcome_of(self._tasks.mailbox, self.id, timeout)
+        try:
+            status, raw = await jobs.outcome_of(self._tasks.mailbox, self.id, timeout)
+        except JobNotFoundError:
+            if await self._chain() is None:
+                raise
+            return cast("R", await self._tasks.chain_job(self.id).result(timeout=timeout))
         return cast("R", self._tasks.read_result(status.task, raw))
 
     async def progress(self) -> AsyncIterator[JobProgress]:
@@ -87,8 +104,13 @@ class Job(Generic[R]):
         """
         from mainspring.mailbox import jobs
 
-        async for progress in jobs.progress_of(self._tasks.mailbox, self.id):
+        async for progress in jobs.progress_of(self._tasks.mailbox, self.id, self.status):
             yield progress
+
+    async def _chain(self) -> ChainOutcome | None:
+        from mainspring.tasks.chain_runs import find_chain
+
+        return await find_chain(self._tasks.mailbox, self.id)
 
     async def cancel(self) -> CancelOutcome:
         """End it before it is done, as :meth:`Mailbox.cancel` does: what waits is removed, a running function is cancelled."""
