@@ -17,6 +17,8 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+ROUTE = re.compile(r"^@app\.(get|post|put|delete)\(\"([^\"]+)\"", re.MULTILINE)
+REQUEST = r"curl .*-X {upper} '?http://[^/\s]+{path}|client\.{method}\(\"{path}\""
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
@@ -43,6 +45,17 @@ def test_the_links_of_a_page(page: Path) -> None:
 def _anchors(page: Path) -> set[str]:
     headings = re.findall(r"^#+ +(.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_each_route_of_a_page_is_requested(page: Path) -> None:
+    """That an app starts says nothing of what its routes answer: a later command or test of the page requests each."""
+    blocks = blocks_of(page)
+    for number, block in enumerate(blocks):
+        for method, path in ROUTE.findall(block.text):
+            later = "\n".join(following.text for following in blocks[number + 1 :])
+            requests = re.findall(REQUEST.format(method=method, upper=method.upper(), path=re.escape(path)), later)
+            assert requests, f"{block.place}: the page requests {method.upper()} {path} nowhere"
 
 
 def test_few_blocks_are_left_out_and_each_says_why() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import socket
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
@@ -28,6 +29,8 @@ from mainspring import (
     open_mailbox,
 )
 from mainspring.testing import override
+
+from ports import free_port
 
 pytestmark = pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"])
 
@@ -106,6 +109,24 @@ async def test_resources_of_the_test_stand_in_for_those_of_the_group(virtual_clo
     assert seen[-1] == "real"
     with pytest.raises(ConfigError, match="resources are those of a group"), override(tasks, resources="fake"):
         pass
+
+
+async def test_the_port_of_the_health_server_stays_free(virtual_clock: Any) -> None:
+    port = free_port()
+    seen: list[Any] = []
+
+    async def handle(number: int) -> None:
+        with socket.create_server(("127.0.0.1", port)):
+            seen.append((number, group.health_url))
+
+    orders = open_mailbox(url(POSTGRES, "orders"), body=int)
+    group = LoopGroup([MainLoop(orders, handle)], health_port=port)
+    with override(group):
+        async with orders:
+            await orders.send(7)
+            await run(group)
+    assert seen == [(7, None)]
+    assert group.settings.health_port == port
 
 
 async def test_it_must_be_opened_as_there_and_what_it_kept_is_seen_after_a_run(virtual_clock: Any) -> None:

@@ -39,7 +39,8 @@ def override(
     Everything else is the real thing: loops with their policies and middleware, names, types of bodies, resources. It is a
     plain ``with``, as nothing is opened: the group, or ``async with``, still opens each mailbox, inside the block. Mailboxes on
     one store see each other as there, by name and by URL; so do the mailboxes in ``reply_stores``. Each block begins with
-    empty queues. Mailboxes that are in memory anyway stay as they are.
+    empty queues. Mailboxes that are in memory anyway stay as they are. A group opens no health server, as its port may be
+    taken; :func:`~mainspring.http.app.health_app` serves the same to a test.
 
     What memory cannot do: messages do not outlive the event loop, and no other process sees them. Limits of a store, such as
     the size of a body, and the restrictions of its driver do not hold; the mailboxes also open on trio.
@@ -64,8 +65,10 @@ def override(
     _check_closed(mailboxes, "enter override() before anything opens it")
     before = [(mailbox, mailbox.backend) for mailbox in mailboxes]
     settings = [(group, group.settings) for group in groups]
-    for group in groups if resources is not None else ():
-        group.settings = replace(group.settings, lifespan=lambda: nullcontext(resources))
+    for group in groups:
+        group.settings = replace(group.settings, health_port=None)
+        if resources is not None:
+            group.settings = replace(group.settings, lifespan=lambda: nullcontext(resources))
     stores: list[_StandInStore] = []
     for mailbox, backend in before:
         if not isinstance(backend, DeadLetterBackend | MemoryBackend) or isinstance(backend, StandIn):
