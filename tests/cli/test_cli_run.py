@@ -308,6 +308,7 @@ def test_loops_that_end_by_themselves_end_the_run(tmp_path: Path) -> None:
     ended = run("run", "app:group", cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert "shutdown (all loops ended)" in ended.stderr
+    assert "\n  phases: " in ended.stderr  # the report keeps its lines
 
 
 @pytest.mark.slow

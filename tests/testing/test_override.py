@@ -29,7 +29,6 @@ from mainspring import (
     open_mailbox,
 )
 from mainspring.testing import override
-
 from ports import free_port
 
 pytestmark = pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"])

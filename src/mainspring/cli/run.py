@@ -119,7 +119,7 @@ def _run_group(options: RunOptions, early: CommandSignals, link: ParentLink | No
         raise UserError(str(error), WRONG_USE if lasting else FAILED) from error
     finally:
         if group.report is not None and not options.log_json:  # else the last log line is the report
-            say(f"{_who(group, link)}{group.report}")
+            say(f"{_who(group, link)}{group.report}", keep="\n")
     if link is not None:
         link.tell(finished=report.reason not in {signum.name for signum in signal.Signals})
     return report.exit_status

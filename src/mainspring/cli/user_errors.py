@@ -29,14 +29,14 @@ def printable(text: str, *, keep: str = "") -> str:
     return "".join(char if char.isprintable() or char in keep else repr(char)[1:-1] for char in text)
 
 
-def say(text: str) -> None:
+def say(text: str, *, keep: str = "") -> None:
     """Write one remark of ours to standard error, in one call, so that several processes' lines do not mix.
 
     Whatever it repeats of what the user wrote, it shows no password (of a URL). Where no reader is left, that is its right, and
     changes nothing about how the command ends.
     """
     try:
-        sys.stderr.write(f"mainspring: {printable(without_secrets(text))}\n")
+        sys.stderr.write(f"mainspring: {printable(without_secrets(text), keep=keep)}\n")
         sys.stderr.flush()
     except (OSError, ValueError):
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - else the end of the program tries once more
