@@ -68,9 +68,9 @@ def test_what_cannot_be_is_refused_before_it_is_sent():
     async def work() -> None: ...
 
     for timeout in (0, -1, "5", float("nan"), float("inf"), True):
-        with pytest.raises(ConfigError, match="options: timeout must be above 0 seconds"):
+        with pytest.raises(ConfigError, match="task work: timeout must be above 0 seconds"):
             work.options(timeout=timeout)
-    with pytest.raises(ConfigError, match="options: RetryPolicy expected, not 5"):
+    with pytest.raises(ConfigError, match="task work: RetryPolicy expected, not 5"):
         work.options(retry=5)
 
 

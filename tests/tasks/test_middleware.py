@@ -303,7 +303,7 @@ def test_what_is_no_middleware_is_refused_where_it_is_given():
             lambda: MainLoop(mailbox, print, middleware=[wrong]),  # noqa: B023
             lambda: LoopGroup([], middleware=[wrong]),  # noqa: B023
             lambda: Tasks("memory://any", middleware=[wrong]),  # noqa: B023
-            lambda: Tasks("memory://any").task(middleware=[wrong])(lambda: None),  # noqa: B023
+            lambda: Tasks("memory://any").task(name="x", middleware=[wrong])(lambda: None),  # noqa: B023
         ):
             with pytest.raises(ConfigError, match=text):
                 give()

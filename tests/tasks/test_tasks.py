@@ -23,6 +23,7 @@ from mainspring import (
     ReplyError,
     RequestFailedError,
     RetryPolicy,
+    TaskRouter,
     Tasks,
     open_mailbox,
 )
@@ -559,17 +560,51 @@ def test_what_cannot_be_a_task_is_refused_where_it_is_registered():
     ):
         with pytest.raises(ConfigError, match=re.escape(text)):
             tasks.task(**options)(fn)
-    with pytest.raises(InvalidParameterError, match="priority"):
-        tasks.task(name="x", priority=1.5)(taken.fn)
-    with pytest.raises(InvalidParameterError, match="unique must be True or False, 'pending'"):
-        tasks.task(name="x", unique="soon")
-    with pytest.raises(InvalidParameterError, match="unique must be True or False, 'pending'"):
-        taken.options(unique="soon")
     with pytest.raises(ConfigError, match="a mailbox URL or a Mailbox"):
         Tasks(7)
     with pytest.raises(ConfigError, match="holds body type str"):
         Tasks(InMemoryMailbox("typed", body=str))
     assert list(tasks.registered) == ["taken"]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "text"),
+    [
+        ("priority", 1.5, "priority must be a whole number"),
+        ("unique", "soon", "unique must be True or False, 'pending'"),
+        ("result_ttl", -1, "result_ttl must be 0 to"),
+        ("expires_in", 0, "expires_in must be above 0 seconds"),
+        ("expires_in", "1h", "expires_in must be 0 to"),
+        ("middleware", [5], "middleware must be objects"),
+        ("debounce", 0, "debounce must be above 0 seconds"),
+    ],
+)
+def test_the_error_of_an_option_names_the_task(option, value, text):
+    async def email(to: str) -> None: ...
+
+    with pytest.raises((ConfigError, InvalidParameterError), match=f"^task email: {text}"):
+        Tasks(InMemoryMailbox()).task(**{option: value})(email)
+    with pytest.raises((ConfigError, InvalidParameterError), match=f"^task mails:email: {text}"):
+        TaskRouter().task(name="mails:email", **{option: value})(email)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "text"),
+    [
+        ("unique", "soon", "unique must be True or False, 'pending'"),
+        ("result_ttl", -1, "result_ttl must be 0 to"),
+        ("timeout", 0, "timeout must be above 0 seconds"),
+        ("weight", 1_000, "weight must be a number"),
+    ],
+)
+def test_the_error_of_an_option_of_one_call_names_the_task(option, value, text):
+    tasks = Tasks(InMemoryMailbox())
+
+    @tasks.task(key="to")
+    async def email(to: str) -> None: ...
+
+    with pytest.raises((ConfigError, InvalidParameterError), match=f"^task email: {text}"):
+        email.options(**{option: value})
 
 
 def test_a_type_that_json_cannot_hold_is_refused_at_the_first_send_and_by_the_worker():

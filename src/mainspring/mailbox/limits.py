@@ -104,16 +104,13 @@ def check_send(
 ) -> None:
     """Raise :class:`InvalidParameterError` for a value outside the limits of :meth:`Mailbox.send`."""
     check_seconds("send: delay", delay, MAX_DELAY)
-    if not (is_whole(priority) and abs(priority) <= MAX_PRIORITY):
-        raise InvalidParameterError(f"send: priority must be a whole number within ±{MAX_PRIORITY}, not {priority!r}")
+    check_priority("send", priority)
     if dedup_key is not None and not (isinstance(dedup_key, str) and dedup_key):
         raise InvalidParameterError(f"send: dedup_key must be a string of at least one character, not {dedup_key!r}")
     if dedup_key is not None:
         check_text("send: dedup_key", dedup_key)
     if expires_in is not None:
-        check_seconds("send: expires_in", expires_in, MAX_DELAY)
-        if not expires_in:
-            raise InvalidParameterError(f"send: expires_in must be above 0 seconds, or None, not {expires_in!r}")
+        check_expires_in("send", expires_in)
     if headers is None:
         return
     try:
@@ -127,6 +124,21 @@ def check_send(
             raise InvalidParameterError(f"send: headers are strings, and {key!r} is of type {type(value).__name__}")
         check_text("send: a header", key)
         check_text(f"send: the header {key!r}", value)
+
+
+def check_priority(owner: str, priority: Any) -> None:
+    """Raise :class:`InvalidParameterError` for a priority outside its limits. ``owner`` begins the error's text."""
+    if not (is_whole(priority) and abs(priority) <= MAX_PRIORITY):
+        raise InvalidParameterError(
+            f"{owner}: priority must be a whole number within ±{MAX_PRIORITY}, not {priority!r}"
+        )
+
+
+def check_expires_in(owner: str, expires_in: Any) -> None:
+    """Raise :class:`InvalidParameterError` unless a message can expire after that. ``owner`` begins the error's text."""
+    check_seconds(f"{owner}: expires_in", expires_in, MAX_DELAY)
+    if not expires_in:
+        raise InvalidParameterError(f"{owner}: expires_in must be above 0 seconds, or None, not {expires_in!r}")
 
 
 def check_id(what: str, message_id: str) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Protocol, TypeVar, ov
 
 from mainspring.core.introspection import check_runs, instead_of, name_of
 from mainspring.errors import ConfigError
-from mainspring.mailbox.limits import check_send, is_task_name
+from mainspring.mailbox.limits import check_expires_in, check_priority, is_task_name
 from mainspring.tasks.batches import check_batch
 from mainspring.tasks.calls import Parameters
 from mainspring.tasks.keys import check_key, check_weight
@@ -198,15 +198,13 @@ class TaskRegistry:
         """
         caller = sys._getframe(1)  # noqa: SLF001 - annotations may name classes local to the calling function
         names = {**caller.f_globals, **caller.f_locals}
-        around, debounced = checked(middleware, "task"), Debounce.of(name or "", debounce)
-        handling = TaskOptions(
-            retry, dead_letter, timeout, offload, around, batch, batch_wait, key, weight, debounce=debounced
-        )
+        handling = TaskOptions(retry, dead_letter, timeout, offload, (), batch, batch_wait, key, weight)
         limits = LimitOptions(rate, concurrency, key_rate, key_concurrency, ordered, weight)
         sending = SendOptions(priority=priority, unique=unique, result_ttl=result_ttl, expires_in=expires_in)
         register = partial(
-            self._register, name=name, aliases=aliases, handling=handling, limits=limits, sending=sending, names=names
-        )
+            self._register, name=name, aliases=aliases, handling=handling, limits=limits, sending=sending, names=names,
+            middleware=middleware, debounce=debounce,
+        )  # fmt: skip
         return register if fn is None else register(fn)
 
     def _register(
@@ -218,6 +216,8 @@ class TaskRegistry:
         limits: LimitOptions,
         sending: SendOptions,
         names: dict[str, Any],
+        middleware: Sequence[Middleware],
+        debounce: Seconds | tuple[Seconds, Seconds] | None,
     ) -> Task[..., Any]:
         if not callable(fn):
             raise ConfigError(f"a task must be a function, {instead_of(fn, 'task')}")
@@ -233,14 +233,17 @@ class TaskRegistry:
             raise ConfigError(
                 f"task {name}: keep is for the dead letters of a whole mailbox: give it to Tasks(…, dead_letter=…)"
             )
-        check_send(0.0, None, sending.priority, None, as_seconds(sending.expires_in))
+        check_priority(f"task {name}", sending.priority)
+        if sending.expires_in is not None:
+            check_expires_in(f"task {name}", as_seconds(sending.expires_in))
         check_batch(name, handling.batch, handling.batch_wait)
         parameters = Parameters(name, fn, names, is_batch=handling.batch is not None)
         check_key(name, handling.key, parameters.names)
         check_weight(name, handling.weight, parameters.names)
         handling = replace(
-            handling, limits=limits.checked(name, handling.key), aliases=tuple(aliases), limited_by=limits.first
-        )
+            handling, middleware=checked(middleware, f"task {name}"), debounce=Debounce.of(name, debounce),
+            limits=limits.checked(name, handling.key), aliases=tuple(aliases), limited_by=limits.first,
+        )  # fmt: skip
         task: Task[..., Any] = Task(self._owner, name, fn, parameters, handling, sending)
         check_offload(f"task {name}", handling.offload, is_async=task.is_async)
         self.registered |= dict.fromkeys((name, *aliases), task)

@@ -96,12 +96,13 @@ class SendOptions:
     retry: RetryPolicy | None = None
     connection: Any = None
 
-    def __post_init__(self) -> None:
-        check_handling("options", "timeout", self.timeout, self.retry, None)
-        check_unique(self.unique)
+    def check(self, name: str) -> None:
+        """Raise an error that names the task if a value is impossible. The rest is checked by each send."""
+        check_handling(f"task {name}", "timeout", self.timeout, self.retry, None)
+        check_unique(name, self.unique)
         if self.weight is not None:
-            check_number("weight", self.weight)
-        check_seconds("result_ttl", as_seconds(self.result_ttl), MAX_DELAY)
+            check_number(f"task {name}: weight", self.weight)
+        check_seconds(f"task {name}: result_ttl", as_seconds(self.result_ttl), MAX_DELAY)
 
     @property
     def own_headers(self) -> dict[str, str]:
@@ -160,6 +161,7 @@ class Task(Generic[P, R]):
         options: TaskOptions,
         sending: SendOptions,
     ) -> None:
+        sending.check(name)
         update_wrapper(self, fn, updated=())  # an object that is called may have attributes of any name
         self.name = name
         self.fn = fn

@@ -51,15 +51,15 @@ MOST_WAITS = 10
 """How many times its ``debounce`` a call waits at most, while others come, where nothing else is said."""
 
 
-def check_unique(unique: Any) -> None:
-    """Raise :class:`InvalidParameterError` for a value that ``unique`` cannot have."""
+def check_unique(name: str, unique: Any) -> None:
+    """Raise :class:`InvalidParameterError` for a value that ``unique`` of a task cannot have."""
     if isinstance(unique, bool) or unique == PENDING:
         return
     seconds = as_seconds(unique)
     if isinstance(seconds, int | float) and 0 < seconds <= MAX_DELAY:
         return
     raise InvalidParameterError(
-        f"unique must be True or False, 'pending', or above 0 seconds (at most 366 days), not {unique!r}"
+        f"task {name}: unique must be True or False, 'pending', or above 0 seconds (at most 366 days), not {unique!r}"
     )
 
 
