@@ -193,14 +193,14 @@ class WorkLimits:
             found = self._first_places[place] = rows[0][0] if rows else math.inf
         return found
 
-    def enter(self, entrants: list[Entrant]) -> int:
-        """Let messages that are due get their permits: they become ready, or wait at a limiter. Return how many are ready.
+    def enter(self, entrants: list[Entrant]) -> None:
+        """Let messages that are due get their permits: they become ready, or wait at a limiter.
 
         They are counted as pending already, but not as gained.
         """
         wall = self._work.wall
-        ready: list[tuple[Any, ...]] = []
-        waiting: list[tuple[Any, ...]] = []
+        ready: list[Any] = []
+        waiting: list[Any] = []
         for mailbox, rank, pos, seq, call, state in entrants:
             permits = call.permits
             for permit, key in ((KEY, call.key), (TASK, None)):
@@ -208,7 +208,7 @@ class WorkLimits:
                     continue
                 limiter = self._limiter(mailbox, call.task, key)
                 if limiter.waiting or not limiter.is_open(wall):
-                    waiting.append((*limiter.place, rank, pos, seq, permits))
+                    waiting += (*limiter.place, rank, pos, seq, permits)
                     limiter.waiting += 1
                     self._touched[limiter.place] = limiter
                     self._work.delta(mailbox).waiting += 1
@@ -216,13 +216,10 @@ class WorkLimits:
                 limiter.give()
                 permits |= permit
             else:
-                ready.append((mailbox, rank, pos, seq, permits))
+                ready += (mailbox, rank, pos, seq, permits)
                 self._work.delta(mailbox).gained += 1
-        if ready:
-            self._work.many(sql.ADD_READY, ready)
-        if waiting:
-            self._work.many(sql.ADD_WAITING, waiting)
-        return len(ready)
+        self._work.insert(sql.ADD_READY, 5, ready)
+        self._work.insert(sql.ADD_WAITING, 7, waiting)
 
     def admit(self, mailbox: int, rank: int, pos: float, seq: int, call: Limitable | None) -> bool | None:
         """True if a ready message is claimed. False if it entered anew: it lacks a permit, as the limits are newer than it, or
@@ -403,61 +400,65 @@ class WorkLimits:
         while self._touched:
             touched, self._touched = self._touched, {}
             entrants: list[Entrant] = []
-            gone: list[tuple[Any, ...]] = []
-            for limiter, rows in self._first_waiting(touched.values()):
-                let_in = self._let_in(limiter, rows)
-                entrants += let_in
-                gone += [(*limiter.place, *row[:3]) for row in rows[: len(let_in)]]
-            if gone:
-                self._left -= len(gone)
-                self._work.many(sql.FORGET_WAITING, gone)
-                self.enter(entrants)
+            for limiter, rows, permits in self._take_waiting(touched.values()):
+                entrants += self._let_in(limiter, rows, permits)
+            self._left -= len(entrants)
+            self.enter(entrants)
             for limiter in touched.values():
                 self._look_at(limiter)
 
-    def _first_waiting(
-        self, limiters: Iterable[StoredLimiter]
-    ) -> Iterator[tuple[StoredLimiter, list[tuple[Any, ...]]]]:
-        """Yield limiters with the messages that come next there, as many as may have permits now."""
+    def _take_waiting(self, limiters: Iterable[StoredLimiter]) -> Iterator[tuple[StoredLimiter, list[Any], int]]:
+        """Yield limiters that are open with the messages that come next there, and the permits that they have given for them.
+
+        The messages wait there no more. Of all limiters that have one permit to give, one statement takes the next message.
+        """
         left = self._left
-        singles: dict[tuple[int, str], list[str]] = {}
+        singles: dict[tuple[int, str], list[StoredLimiter]] = {}
         for limiter in limiters:
-            many = min(left, self._how_many(limiter))
-            left -= many
-            if many == 1:
-                singles.setdefault(limiter.place[:2], []).append(limiter.place[2])
-            elif many:
-                yield limiter, self._work.rows(sql.FIRST_WAITING, (*limiter.place, many))
-        for (mailbox, task), names in singles.items():
-            for name, *row in self._work.rows(sql.FIRST_WAITING_OF, (json.dumps(names), mailbox, task)):
-                yield self._limiters[mailbox, task, name], [tuple(row)]
+            permits = self._give_permits(limiter, left)
+            left -= permits
+            if permits == 1:
+                singles.setdefault(limiter.place[:2], []).append(limiter)
+            elif permits:
+                rows = self._work.rows(sql.TAKE_WAITING, (*limiter.place, *limiter.place, permits))
+                yield limiter, sorted(rows), permits
+        for (mailbox, task), group in singles.items():
+            names = json.dumps([limiter.place[2] for limiter in group])
+            rows = self._work.rows(sql.TAKE_WAITING_OF, (names, mailbox, task))
+            found = {name: row for name, *row in rows}
+            for limiter in group:
+                row = found.get(limiter.place[2])
+                yield limiter, [] if row is None else [row], 1
 
-    def _how_many(self, limiter: StoredLimiter) -> int:
-        """Return how many of the messages that wait at a limiter may have a permit now, at most."""
-        if not limiter.waiting or not limiter.is_open(self._work.wall):
-            return 0
-        many = limiter.waiting if limiter.rate is None else min(limiter.waiting, limiter.rate.burst - limiter.unclaimed)
-        return many if limiter.most is None else min(many, limiter.most - limiter.used)
+    def _give_permits(self, limiter: StoredLimiter, left: int) -> int:
+        """Let a limiter give permits for the messages that wait there, at most ``left``. Return how many it has given."""
+        most = min(left, limiter.waiting)
+        for given in range(most):
+            if not limiter.is_open(self._work.wall):
+                return given
+            limiter.give()
+        return most
 
-    def _let_in(self, limiter: StoredLimiter, rows: list[tuple[Any, ...]]) -> list[Entrant]:
-        """Give permits to messages that wait at a limiter, while it is open. Return the messages that go on."""
+    def _let_in(self, limiter: StoredLimiter, rows: list[Any], given: int) -> list[Entrant]:
+        """Return messages that go on with the permits that a limiter has ``given``; permits that none of them has are ended."""
         mailbox, task, _ = limiter.place
         state = self.of_mailbox(mailbox)[task]
         entrants = []
         permit = TASK if limiter.key is None else KEY
+        looks_for_key = permit == TASK and state.limits.limits_keys
         for rank, pos, seq, permits in rows:
-            if not limiter.is_open(self._work.wall):
-                break
-            call = Limitable(task, limiter.key, None, permits | permit)
-            if permit == TASK and state.limits.limits_keys and not permits & KEY:
-                call = Limitable(task, self._work.value(sql.KEY_OF, (seq,)), None, permits | permit)
-            if permit == TASK and call.key is not None:  # no permit of the task while it waits for that of the key
-                call = call._replace(permits=permits)
-            else:
-                limiter.give()
-            entrants.append(Entrant(mailbox, rank, pos, seq, call, state))
-        limiter.waiting -= len(entrants)
-        self._work.delta(mailbox).waiting -= len(entrants)
+            key = limiter.key
+            if looks_for_key and not permits & KEY:
+                key = self._work.value(sql.KEY_OF, (seq,))
+            if permit == KEY or key is None:
+                permits |= permit
+                given -= 1
+            # else it has no permit of the task while it waits for that of the key
+            entrants.append(Entrant(mailbox, rank, pos, seq, Limitable(task, key, None, permits), state))
+        for _ in range(given):
+            limiter.end(was_claimed=False)
+        limiter.waiting -= len(rows)
+        self._work.delta(mailbox).waiting -= len(rows)
         return entrants
 
     def _look_at(self, limiter: StoredLimiter) -> None:
@@ -475,7 +476,8 @@ class WorkLimits:
         """Give permits, and write the limiters that have changed."""
         self.give()
         work = self._work
-        written, dropped = [], []
+        written: list[Any] = []
+        dropped = []
         soonest = math.inf
         added = 0
         for limiter in self._limiters.values():
@@ -487,10 +489,9 @@ class WorkLimits:
             if values is None:
                 dropped.append(limiter.place)
             else:
-                written.append((*limiter.place, *values))
+                written += (*limiter.place, *values)
                 soonest = min(soonest, math.inf if limiter.due is None else limiter.due)
-        if written:
-            work.many(sql.WRITE_LIMITER, written)
+        work.insert(sql.WRITE_LIMITER, 9, written)
         if dropped:
             work.many(sql.DROP_LIMITER, dropped)
         for mailbox, task in {place[:2] for place in dropped}:

@@ -330,12 +330,9 @@ EXPIRIES_OF_NONE = f"DELETE FROM expiring WHERE expires_at <= ? AND {_NO_MESSAGE
 MESSAGE_COLUMNS = "seq, mailbox, rank, id, body, enqueued_at, reply_to, headers, dedup_key, expires_at"
 ADD_MESSAGE = f"INSERT INTO messages ({MESSAGE_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 COLUMNS = 10
-ROWS_AT_ONCE = 50
-ADD_MESSAGES = ADD_MESSAGE + ", (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)" * (ROWS_AT_ONCE - 1)
 ADD_CALL = f"""INSERT INTO messages ({MESSAGE_COLUMNS}, task, key, weight, place)
     VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"""
 CALL_COLUMNS = 14
-ADD_CALLS = ADD_CALL + ", (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)" * (ROWS_AT_ONCE - 1)
 SAME_KEY = "SELECT id FROM messages WHERE mailbox = ? AND dedup_key = ?"
 READY_RANGE = """INSERT INTO ready SELECT mailbox, rank, coalesce(place, seq), seq, NULL FROM messages
     WHERE seq BETWEEN ? AND ?"""
@@ -373,6 +370,8 @@ DROP_MESSAGES_LEASED = (
 DROP_LEASES = f"DELETE FROM leases WHERE lease {_GIVEN} AND mailbox = ?"
 HELD = """SELECT l.seq, l.pos, l.claimed_at, m.rank, m.expires_at, m.task, m.key, m.weight, l.permits
     FROM leases AS l CROSS JOIN messages AS m ON m.seq = l.seq WHERE l.lease = ? AND l.mailbox = ? AND l.until > ?"""
+CALLS_HELD = f"""SELECT m.task, m.key, l.permits FROM leases AS l LEFT JOIN messages AS m ON m.seq = l.seq
+    WHERE l.lease {_GIVEN} AND l.mailbox = ? AND l.until > ?"""
 PERMITS_HELD = f"""SELECT m.task, m.key, l.permits FROM leases AS l CROSS JOIN messages AS m ON m.seq = l.seq
     WHERE l.lease {_GIVEN} AND l.mailbox = ? AND l.permits"""
 SET_TASK = "UPDATE messages SET task = ? WHERE seq = ?"
@@ -510,14 +509,18 @@ OPEN_ALL = "UPDATE limiters SET opens_at = ? WHERE mailbox = ? AND task = ? AND 
 FIRST_OPENING = "SELECT min(opens_at) FROM limiters WHERE opens_at IS NOT NULL"
 
 ADD_WAITING = "INSERT INTO waiting VALUES (?, ?, ?, ?, ?, ?, ?)"
-FIRST_WAITING = f"SELECT rank, pos, seq, permits FROM waiting WHERE {_LIMITER} ORDER BY rank, pos, seq LIMIT ?"
+TAKE_WAITING = f"""DELETE FROM waiting WHERE {_LIMITER} AND (rank, pos, seq) IN (
+        SELECT rank, pos, seq FROM waiting WHERE {_LIMITER} ORDER BY rank, pos, seq LIMIT ?)
+    RETURNING rank, pos, seq, permits"""
 FIRST_WAITING_PLACE = """SELECT pos FROM waiting WHERE mailbox = ? AND task = ? AND name = '' AND rank = ?
     ORDER BY pos LIMIT 1"""
-FIRST_WAITING_OF = """SELECT w.name, w.rank, w.pos, w.seq, w.permits FROM json_each(?) CROSS JOIN waiting AS w
-    ON w.mailbox = ? AND w.task = ? AND w.name = json_each.value AND (w.rank, w.pos, w.seq) = (
-        SELECT f.rank, f.pos, f.seq FROM waiting AS f
-        WHERE f.mailbox = w.mailbox AND f.task = w.task AND f.name = json_each.value
-        ORDER BY f.rank, f.pos, f.seq LIMIT 1)"""
+TAKE_WAITING_OF = """DELETE FROM waiting WHERE (mailbox, task, name, rank, pos, seq) IN (
+        SELECT w.mailbox, w.task, w.name, w.rank, w.pos, w.seq FROM json_each(?) CROSS JOIN waiting AS w
+        ON w.mailbox = ? AND w.task = ? AND w.name = json_each.value AND (w.rank, w.pos, w.seq) = (
+            SELECT f.rank, f.pos, f.seq FROM waiting AS f
+            WHERE f.mailbox = w.mailbox AND f.task = w.task AND f.name = json_each.value
+            ORDER BY f.rank, f.pos, f.seq LIMIT 1))
+    RETURNING name, rank, pos, seq, permits"""
 KEY_OF = "SELECT key FROM messages WHERE seq = ?"
 WAITS_AT = """SELECT name, permits FROM waiting
     WHERE mailbox = ? AND task = ? AND name IN ('', ?) AND rank = ? AND pos = ? AND seq = ?"""
@@ -549,3 +552,13 @@ PURGE = (
     "DELETE FROM expiring WHERE seq IN (SELECT seq FROM messages WHERE mailbox = ?)",
     "DELETE FROM messages WHERE mailbox = ?",
 )
+
+# -------------------------------------------------------------------------------------------------------- rows together
+
+ROWS_AT_ONCE = 25
+"""How many rows one statement inserts: a statement for each costs up to twice as much, and a turn of the GIL."""
+TOGETHER = {
+    one: one + f", ({', '.join('?' * one.count('?'))})" * (ROWS_AT_ONCE - 1)
+    for one in (ADD_MESSAGE, ADD_CALL, ADD_READY, ADD_WAITING, WRITE_LIMITER)
+}
+"""Statements that insert a row, with those that insert :data:`ROWS_AT_ONCE` rows."""

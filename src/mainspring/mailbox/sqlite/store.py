@@ -340,12 +340,14 @@ def _acknowledge(work: UnitOfWork, commands: list[JoiningAcknowledge]) -> None:
     for mailbox, acks in mailboxes.items():
         leases = [command.deliveries[n].receipt_handle for command, n in acks]
         given = _json_list([lease for lease in leases if is_lease(lease)])
-        held = work.value(sql.COUNT_HELD, (given, mailbox, work.boot))
+        if work.limits is None:
+            held = work.value(sql.COUNT_HELD, (given, mailbox, work.boot))
+        else:
+            calls = work.rows(sql.CALLS_HELD, (given, mailbox, work.boot))
+            held = len(calls)
+            work.limits.done(mailbox, [Limitable(task, key, None, permits) for task, key, permits in calls if permits])
         if held < len(acks):
             given = _json_list(_only_held(work, mailbox, given, acks))
-        if work.limits is not None:
-            held_by = work.rows(sql.PERMITS_HELD, (given, mailbox))
-            work.limits.done(mailbox, [Limitable(task, key, None, permits) for task, key, permits in held_by])
         work.execute(sql.DROP_MESSAGES_LEASED, (given, mailbox))
         work.execute(sql.DROP_LEASES, (given, mailbox))
         delta = work.delta(mailbox)

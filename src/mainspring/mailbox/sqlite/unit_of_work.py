@@ -101,6 +101,15 @@ class UnitOfWork:
         """Return the one value that ``statement`` gives."""
         return self.row(statement, values)[0]
 
+    def insert(self, one: str, columns: int, values: list[Any]) -> None:
+        """Insert rows, of which ``values`` has the columns, row after row. The statement ``one`` inserts one of them."""
+        at_once = columns * sql.ROWS_AT_ONCE
+        whole = len(values) - len(values) % at_once
+        for start in range(0, whole, at_once):
+            self.execute(sql.TOGETHER[one], values[start : start + at_once])
+        for start in range(whole, len(values), columns):
+            self.execute(one, values[start : start + columns])
+
     def delta(self, mailbox: int) -> CountDelta:
         """Return the changes of that mailbox's counts, to be changed further."""
         found = self._deltas.get(mailbox)
@@ -512,9 +521,9 @@ class Inserts:
         if not self._values and not self._calls:
             return
         if self._values:
-            self._insert(self._values, sql.COLUMNS, sql.ADD_MESSAGE, sql.ADD_MESSAGES)
+            work.insert(sql.ADD_MESSAGE, sql.COLUMNS, self._values)
         if self._calls:
-            self._insert(self._calls, sql.CALL_COLUMNS, sql.ADD_CALL, sql.ADD_CALLS)
+            work.insert(sql.ADD_CALL, sql.CALL_COLUMNS, self._calls)
         if self._ready is None:
             last = self._last()
             if last == self._first and self._values:  # a lone message, of which nothing need be read
@@ -537,14 +546,6 @@ class Inserts:
         """Return the number of the last message."""
         last = self._values[-sql.COLUMNS] if self._values else 0
         return int(max(last, self._calls[-sql.CALL_COLUMNS] if self._calls else 0))
-
-    def _insert(self, values: list[Any], columns: int, one: str, several: str) -> None:
-        at_once = columns * sql.ROWS_AT_ONCE
-        whole = len(values) - len(values) % at_once
-        for start in range(0, whole, at_once):
-            self._work.execute(several, values[start : start + at_once])
-        for start in range(whole, len(values), columns):
-            self._work.execute(one, values[start : start + columns])
 
     def _known(self, mailbox: int, key: str) -> str | None:
         found = self._keys.get((mailbox, key))
