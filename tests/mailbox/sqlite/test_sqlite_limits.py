@@ -223,6 +223,35 @@ async def test_a_claim_leaves_the_limiters_of_keys_alone_unless_they_count_claim
 
 
 @pytest.mark.anyio
+async def test_the_permits_of_many_keys_go_on_together(connections, mailbox):
+    await limit(mailbox, key_concurrency=1)
+    for key in range(60):
+        await send(mailbox, "first", "second", key=f"{key}")
+    first = await mailbox.receive(max_messages=60)
+    statements = []
+    (connection,) = connections
+    connection.exec_trace = lambda cursor, statement, values: statements.append(statement) or True
+    await mailbox.acknowledge_many(first)
+    assert [each.startswith("DELETE FROM waiting") for each in statements].count(True) == 1
+    assert [each.startswith("INSERT INTO ready") for each in statements].count(True) < 15
+    connection.exec_trace = None
+    second = await mailbox.receive(max_messages=60)
+    assert [message.body for message in second] == ["second"] * 60
+    assert (await mailbox.counts()).pending == 0
+
+
+@pytest.mark.anyio
+async def test_a_task_gives_its_permit_once_to_a_message_that_needs_its_key_first(mailbox):
+    await limit(mailbox, concurrency=1)
+    await send(mailbox, *range(3), key="a")
+    await limit(mailbox, concurrency=1, key_concurrency=1)
+    for body in range(3):
+        (message,) = await mailbox.receive(max_messages=3, wait_time_seconds=5)
+        assert message.body == body
+        await message.acknowledge()
+
+
+@pytest.mark.anyio
 async def test_a_key_rate_that_comes_later_counts_what_is_ready(path, virtual_clock):
     async with SQLiteMailbox(path) as mailbox:
         await limit(mailbox, concurrency=3, key_concurrency=2)

@@ -202,11 +202,12 @@ class WorkLimits:
         ready: list[Any] = []
         waiting: list[Any] = []
         for mailbox, rank, pos, seq, call, state in entrants:
-            permits = call.permits
-            for permit, key in ((KEY, call.key), (TASK, None)):
-                if permits & permit or (permit == KEY and (key is None or not state.limits.limits_keys)):
-                    continue
-                limiter = self._limiter(mailbox, call.task, key)
+            task, key, _, permits = call
+            needs = () if permits & TASK else (TASK,)
+            if key is not None and not permits & KEY and state.limits.limits_keys:
+                needs = (KEY, *needs)
+            for permit in needs:
+                limiter = self._limiter(mailbox, task, key if permit == KEY else None)
                 if limiter.waiting or not limiter.is_open(wall):
                     waiting += (*limiter.place, rank, pos, seq, permits)
                     limiter.waiting += 1
@@ -274,9 +275,17 @@ class WorkLimits:
         """End all permits of messages that are done."""
         self.read(mailbox, calls)
         states = self.of_mailbox(mailbox)
+        of_tasks: dict[str, int] = {}
         for call in calls:
             if call.task in states:
-                self._end(mailbox, call, call.permits, was_claimed=True)
+                self._end(mailbox, call, call.permits & KEY, was_claimed=True)
+                if call.permits & TASK:
+                    of_tasks[call.task] = of_tasks.get(call.task, 0) + 1
+        for task, count in of_tasks.items():
+            limiter = self._limiter(mailbox, task)
+            limiter.used -= min(limiter.used, count)
+            if limiter.waiting:
+                self._touched[limiter.place] = limiter
 
     def _end(self, mailbox: int, call: Limitable, permits: int, *, was_claimed: bool) -> None:
         for limiter in self._held(mailbox, call, permits):
@@ -446,14 +455,13 @@ class WorkLimits:
         entrants = []
         permit = TASK if limiter.key is None else KEY
         looks_for_key = permit == TASK and state.limits.limits_keys
-        for rank, pos, seq, permits in rows:
-            key = limiter.key
-            if looks_for_key and not permits & KEY:
+        for rank, pos, seq, before in rows:
+            key, permits = limiter.key, before | permit
+            if looks_for_key and not before & KEY:
                 key = self._work.value(sql.KEY_OF, (seq,))
-            if permit == KEY or key is None:
-                permits |= permit
-                given -= 1
-            # else it has no permit of the task while it waits for that of the key
+                if key is not None:  # no permit of the task while it waits for that of the key
+                    permits = before
+            given -= permits != before
             entrants.append(Entrant(mailbox, rank, pos, seq, Limitable(task, key, None, permits), state))
         for _ in range(given):
             limiter.end(was_claimed=False)

@@ -362,16 +362,12 @@ NOT_EXPIRING = "DELETE FROM expiring WHERE expires_at = ? AND seq = ?"
 # ----------------------------------------------------------------------------------------------------------- settling
 
 _GIVEN = "IN (SELECT value FROM json_each(?))"
-COUNT_HELD = f"SELECT count(*) FROM leases WHERE lease {_GIVEN} AND mailbox = ? AND until > ?"
-WHICH_HELD = f"SELECT lease FROM leases WHERE lease {_GIVEN} AND mailbox = ? AND until > ?"
-DROP_MESSAGES_LEASED = (
-    f"DELETE FROM messages WHERE seq IN (SELECT seq FROM leases WHERE lease {_GIVEN} AND mailbox = ?)"
-)
+END_LEASES = f"DELETE FROM leases WHERE lease {_GIVEN} AND mailbox = ? AND until > ? RETURNING lease, seq, permits"
+DROP_MESSAGES = f"DELETE FROM messages WHERE seq {_GIVEN}"
+DROP_CALLS = f"{DROP_MESSAGES} RETURNING seq, task, key"
 DROP_LEASES = f"DELETE FROM leases WHERE lease {_GIVEN} AND mailbox = ?"
 HELD = """SELECT l.seq, l.pos, l.claimed_at, m.rank, m.expires_at, m.task, m.key, m.weight, l.permits
     FROM leases AS l CROSS JOIN messages AS m ON m.seq = l.seq WHERE l.lease = ? AND l.mailbox = ? AND l.until > ?"""
-CALLS_HELD = f"""SELECT m.task, m.key, l.permits FROM leases AS l LEFT JOIN messages AS m ON m.seq = l.seq
-    WHERE l.lease {_GIVEN} AND l.mailbox = ? AND l.until > ?"""
 PERMITS_HELD = f"""SELECT m.task, m.key, l.permits FROM leases AS l CROSS JOIN messages AS m ON m.seq = l.seq
     WHERE l.lease {_GIVEN} AND l.mailbox = ? AND l.permits"""
 SET_TASK = "UPDATE messages SET task = ? WHERE seq = ?"

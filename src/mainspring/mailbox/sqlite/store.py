@@ -340,36 +340,34 @@ def _acknowledge(work: UnitOfWork, commands: list[JoiningAcknowledge]) -> None:
     for mailbox, acks in mailboxes.items():
         leases = [command.deliveries[n].receipt_handle for command, n in acks]
         given = _json_list([lease for lease in leases if is_lease(lease)])
+        ended = work.rows(sql.END_LEASES, (given, mailbox, work.boot))
+        if len(ended) < len(acks):
+            _tell_whose_lease_is_over({str(lease) for lease, _, _ in ended}, acks)
+        dropped = f"[{','.join([str(seq) for _, seq, _ in ended])}]"
         if work.limits is None:
-            held = work.value(sql.COUNT_HELD, (given, mailbox, work.boot))
+            work.execute(sql.DROP_MESSAGES, (dropped,))
         else:
-            calls = work.rows(sql.CALLS_HELD, (given, mailbox, work.boot))
-            held = len(calls)
-            work.limits.done(mailbox, [Limitable(task, key, None, permits) for task, key, permits in calls if permits])
-        if held < len(acks):
-            given = _json_list(_only_held(work, mailbox, given, acks))
-        work.execute(sql.DROP_MESSAGES_LEASED, (given, mailbox))
-        work.execute(sql.DROP_LEASES, (given, mailbox))
+            permits = {seq: permits for _, seq, permits in ended if permits}
+            calls = work.rows(sql.DROP_CALLS, (dropped,))
+            work.limits.done(
+                mailbox, [Limitable(task, key, None, permits[seq]) for seq, task, key in calls if seq in permits]
+            )
         delta = work.delta(mailbox)
-        delta.in_flight -= held
-        delta.settled += held
+        delta.in_flight -= len(ended)
+        delta.settled += len(ended)
     for command in commands:
         if command.keeps is not None and not command.result:
             keep_result(work, command.mailbox, command.deliveries[0].message_id, command.keeps)
 
 
-def _only_held(work: UnitOfWork, mailbox: int, given: str, acks: list[tuple[JoiningAcknowledge, int]]) -> list[str]:
-    """Return the leases that are held, once each; the other acknowledgements get their error."""
-    held = {str(lease) for (lease,) in work.rows(sql.WHICH_HELD, (given, mailbox, work.boot))}
-    good = []
+def _tell_whose_lease_is_over(ended: set[str], acks: list[tuple[JoiningAcknowledge, int]]) -> None:
+    """Give acknowledgements their error, except the first of each lease that has ``ended`` with it."""
     for command, number in acks:
         delivery = command.deliveries[number]
-        if delivery.receipt_handle in held:
-            held.discard(delivery.receipt_handle)
-            good.append(delivery.receipt_handle)
+        if delivery.receipt_handle in ended:
+            ended.discard(delivery.receipt_handle)
         else:
             command.result[number] = lease_over(delivery)
-    return good
 
 
 def _acknowledge_and_reply(work: UnitOfWork, commands: list[batched.Reply]) -> None:
