@@ -98,3 +98,39 @@ async def test_what_the_server_refuses_to_read_is_an_error_of_the_mailbox(place,
         )
         with pytest.raises(MailboxError, match="PostgreSQL refused the operation: division by zero"):
             await getattr(mailbox, do)()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("few", "capacity"), [(0, None), (300, 100_000)])
+async def test_no_call_by_an_id_or_for_a_page_reads_all_dead_letters(place, few, capacity):
+    """Nor all messages. Connections keep their plans, which they have made here while there were few, of one task."""
+
+    async def call(ids):
+        found = [*await store.find_dead_letters(ids[:1]), *await store.dead_letters(5, ids[2])]
+        found += await store.dead_letters_of("rare", 5, ids[2])
+        return len(found), await mailbox.replay_dead_letters(ids[:1]), await mailbox.purge_dead_letters(ids[1:2])
+
+    fill = (
+        "INSERT INTO SCHEMA.dead (place, mailbox, id, dead_at, enqueued_at, lease, deliveries, attempts, rank, body, task,"
+        " dedup_key, error, error_type, traceback) SELECT n, %s, 'd' || n, now(), now(), 1, 1, 1, 0, '1',"
+        " CASE WHEN n > 19000 THEN 'rare' ELSE 'common' END, 'k' || n, '', '', '' FROM generate_series(%s::int, %s::int) AS n"
+    )
+    connected = "SELECT 1 FROM pg_stat_activity WHERE query LIKE %s AND pid <> pg_backend_pid()"
+    async with place.mailbox(capacity=capacity) as mailbox:
+        store = mailbox.backend
+        place.execute(fill, place.number(), 1, few)
+        place.execute("ANALYZE SCHEMA.dead")
+        for _ in range(9):
+            await call(["none", "none", f"d{few - 5}"])
+        place.execute(fill, place.number(), few + 1, 20_000)
+        await mailbox.send_many(range(5_000))
+        assert await call(["d401", "d402", "d403"]) == (11, 1, 1)
+    await until(lambda: not place.execute(connected, f"%{place.schema}%"))  # then their statistics have come
+    read = place.execute(
+        "SELECT sum(seq_tup_read + coalesce(idx_tup_fetch, 0)) FROM pg_stat_all_tables"
+        " WHERE schemaname = %s AND relname IN ('dead', 'messages')",
+        place.schema,
+    )
+    assert read[0][0] < 200
+    async with place.mailbox() as mailbox:  # the calls for all are portions of such calls
+        assert await mailbox.purge_dead_letters() == 19_998

@@ -46,28 +46,53 @@ BEGIN
     RETURN late + waiting + held;
 END $$;
 
+CREATE OR REPLACE FUNCTION mainspring.dead_rows(box integer, named text[]) RETURNS tid[] STABLE
+LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET enable_sort = off SET jit = off
+SET plan_cache_mode = force_generic_plan AS $$
+-- Where the dead letters with these ids (NULL: all) lie, for the statement that calls it. Only `dead_by_id` gives them in order
+-- of their ids, so it is used: `id = ANY (named)` may filter all of the mailbox instead, in a plan made while there were none.
+BEGIN
+    IF named IS NULL THEN
+        RETURN ARRAY(SELECT d.ctid FROM mainspring.dead d WHERE d.mailbox = box ORDER BY d.place);
+    END IF;
+    RETURN ARRAY(SELECT f.ctid FROM unnest(named) AS n (id) CROSS JOIN LATERAL (
+        SELECT d.ctid FROM mainspring.dead d WHERE d.mailbox = box AND d.id >= n.id AND d.id <= n.id ORDER BY d.id) AS f);
+END $$;
+
+CREATE OR REPLACE FUNCTION mainspring.dead_rows_behind(box integer, of_task text, most integer, behind text)
+RETURNS tid[] STABLE LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET enable_sort = off
+SET enable_incremental_sort = off SET jit = off SET plan_cache_mode = force_generic_plan AS $$
+-- Where the oldest ones (NULL: of any task) behind the one with that id lie, for the statement that calls it. Only `dead_by_task`
+-- gives them in order of their tasks.
+DECLARE since bigint := coalesce((
+    SELECT d.place FROM mainspring.dead d WHERE d.mailbox = box AND d.id >= behind AND d.id <= behind ORDER BY d.id LIMIT 1), 0);
+BEGIN
+    IF of_task IS NULL THEN
+        RETURN ARRAY(SELECT d.ctid FROM mainspring.dead d WHERE d.mailbox = box AND d.place > since ORDER BY d.place LIMIT most);
+    END IF;
+    RETURN ARRAY(SELECT d.ctid FROM mainspring.dead d WHERE d.mailbox = box AND (d.task, d.place) > (of_task, since)
+        AND d.task <= of_task ORDER BY d.task, d.place LIMIT most);
+END $$;
+
 CREATE OR REPLACE FUNCTION mainspring.dead_letters(box integer, most integer, behind text, named text[])
 RETURNS TABLE (
     id text, body bytea, deliveries integer, attempts integer, enqueued_at float8, first_received_at float8,
     reply_to text, headers text, checkpoint bytea, history text, error text, error_type text, traceback text,
     dead_at float8
-) LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off AS $$
+) LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off
+SET plan_cache_mode = force_generic_plan AS $$
 -- The oldest ones behind the one with that id; or (`named`) those with these ids.
-DECLARE places bigint[];
 BEGIN
     PERFORM mainspring.sweep_all(box);
-    IF named IS NULL THEN
-        places := ARRAY(SELECT d.place FROM mainspring.dead d WHERE d.mailbox = box AND d.place > coalesce(
-            (SELECT max(e.place) FROM mainspring.dead e WHERE e.mailbox = box AND e.id = behind), 0)
-            ORDER BY d.place LIMIT most);
-    ELSE
-        places := ARRAY(SELECT d.place FROM mainspring.dead d WHERE d.mailbox = box AND d.id = ANY (named));
-    END IF;
     RETURN QUERY
+        WITH found AS MATERIALIZED (
+            SELECT d.* FROM mainspring.dead d WHERE d.ctid = ANY (CASE WHEN named IS NULL
+                THEN mainspring.dead_rows_behind(box, NULL, most, behind) ELSE mainspring.dead_rows(box, named) END)
+        )
         SELECT d.id, d.body, d.deliveries, d.attempts, extract(epoch FROM d.enqueued_at)::float8,
             extract(epoch FROM d.first_received_at)::float8, d.reply_to, d.headers, d.checkpoint, d.history, d.error,
             d.error_type, d.traceback, extract(epoch FROM d.dead_at)::float8
-        FROM mainspring.dead d WHERE d.place = ANY (places) ORDER BY d.place LIMIT most;
+        FROM found d ORDER BY d.place LIMIT most;
 END $$;
 
 CREATE OR REPLACE FUNCTION mainspring.dead_letters_of(box integer, of_task text, most integer, behind text)
@@ -75,14 +100,13 @@ RETURNS TABLE (
     id text, body bytea, deliveries integer, attempts integer, enqueued_at float8, first_received_at float8,
     reply_to text, headers text, checkpoint bytea, history text, error text, error_type text, traceback text,
     dead_at float8
-) LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET enable_sort = off SET jit = off AS $$
+) LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off
+SET plan_cache_mode = force_generic_plan AS $$
 -- The oldest ones of a task behind the one with that id, which may be of another task.
 BEGIN
     PERFORM mainspring.sweep_all(box);
     RETURN QUERY SELECT * FROM mainspring.dead_letters(box, most, NULL, ARRAY(
-        SELECT d.id FROM mainspring.dead d WHERE d.mailbox = box AND d.task = of_task AND d.place > coalesce(
-            (SELECT max(e.place) FROM mainspring.dead e WHERE e.mailbox = box AND e.id = behind), 0)
-        ORDER BY d.place LIMIT most));
+        SELECT d.id FROM mainspring.dead d WHERE d.ctid = ANY (mainspring.dead_rows_behind(box, of_task, most, behind))));
 END $$;
 
 CREATE OR REPLACE FUNCTION mainspring.replay(box integer, named text[], capacity bigint, OUT number bigint, OUT waiting bigint)
@@ -94,7 +118,7 @@ BEGIN
     PERFORM mainspring.sweep_all(box);  -- else one that has expired would keep the key of one that is replayed
     IF capacity IS NOT NULL THEN
         waiting := mainspring.lock_capacity(box);
-        SELECT count(*) INTO number FROM mainspring.dead d WHERE d.mailbox = box AND (named IS NULL OR d.id = ANY (named));
+        SELECT count(DISTINCT r) INTO number FROM unnest(mainspring.dead_rows(box, named)) AS r;
         IF number = 0 OR waiting + number <= capacity THEN
             waiting := NULL;
         ELSE
@@ -116,12 +140,14 @@ BEGIN
     PERFORM mainspring.notify_sent(box, number);
 END $$;
 
-CREATE OR REPLACE FUNCTION mainspring.replay_dead(box integer, named text[]) RETURNS bigint LANGUAGE plpgsql AS $$
+CREATE OR REPLACE FUNCTION mainspring.replay_dead(box integer, named text[]) RETURNS bigint
+LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off
+SET plan_cache_mode = force_generic_plan AS $$
 -- The messages of a replay; how many. Fails where one has a key that another transaction sends just now.
 DECLARE number bigint;
 BEGIN
     WITH raised AS (
-        DELETE FROM mainspring.dead d WHERE d.mailbox = box AND (named IS NULL OR d.id = ANY (named)) RETURNING d.*
+        DELETE FROM mainspring.dead d WHERE d.ctid = ANY (mainspring.dead_rows(box, named)) RETURNING d.*
     ), in_order AS (
         SELECT r.*, row_number() OVER (PARTITION BY r.dedup_key ORDER BY r.place) = 1 AND NOT EXISTS (
             SELECT FROM mainspring.messages m WHERE m.mailbox = box AND m.dedup_key = r.dedup_key
@@ -139,7 +165,9 @@ BEGIN
     RETURN number;
 END $$;
 
-CREATE OR REPLACE FUNCTION mainspring.purge_dead(box integer, named text[]) RETURNS bigint LANGUAGE plpgsql AS $$
+CREATE OR REPLACE FUNCTION mainspring.purge_dead(box integer, named text[]) RETURNS bigint
+LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off
+SET plan_cache_mode = force_generic_plan AS $$
 DECLARE
     number bigint;
     tasks text[];
@@ -147,7 +175,7 @@ DECLARE
 BEGIN
     PERFORM mainspring.sweep_all(box);
     WITH gone AS (
-        DELETE FROM mainspring.dead d WHERE d.mailbox = box AND (named IS NULL OR d.id = ANY (named))
+        DELETE FROM mainspring.dead d WHERE d.ctid = ANY (mainspring.dead_rows(box, named))
             RETURNING d.permits, d.task, d.task_key
     )
     SELECT count(*), array_agg(g.task) FILTER (WHERE g.permits > 0), array_agg(g.task_key) FILTER (WHERE g.permits > 0)
