@@ -188,7 +188,8 @@ def test_arguments_of_a_call_are_edited(url, ids, capsys, monkeypatch, tmp_path)
     assert [job["id"] for job in listed(capsys, url, "--search", '"to":"bö"')] == [ids["bob"]]
     status, out, err = called(capsys, "edit", url, ids["dead"], '{"to": "cy"}')
     assert (status, out) == (1, "")
-    assert "no such message is scheduled" in err
+    assert f"job {ids['dead']}: it is dead; replay it first" in err
+    assert "no such message is scheduled" in called(capsys, "edit", url, "unknown", "to=cy")[2]
     (tmp_path / "app_of_edits.py").write_text(
         f"from mainspring import Tasks\ntasks = Tasks({url!r})\n@tasks.task\ndef email(to: str, subject: str = ''): ...\n"
     )
@@ -196,10 +197,25 @@ def test_arguments_of_a_call_are_edited(url, ids, capsys, monkeypatch, tmp_path)
     target = "app_of_edits:tasks"
     status, _, err = called(capsys, "edit", target, ids["bob"], '{"to": 7}')
     assert status != 0
-    assert "to" in err
+    assert "edit: task email: to: " in err
     assert len(err.splitlines()) == 1
+    status, _, err = called(capsys, "edit", target, ids["bob"], "too=cy")
+    assert status != 0
+    assert "task email(to: str, subject: str = '')" in err
+    assert "'too'" in err
+    assert called(capsys, "edit", target, ids["bob"], "to=cy", "subject=Two words")[0] == 0
+    assert [job["id"] for job in listed(capsys, url, "--search", '"to":"cy","subject":"Two words"')] == [ids["bob"]]
     assert called(capsys, "edit", target, ids["bob"], '{"subject": "New"}', "--json")[0] == 0
     assert [job["id"] for job in listed(capsys, url, "--search", '"subject":"New"')] == [ids["bob"]]
+
+
+def test_a_dead_call_gets_other_arguments_while_its_task_is_paused(url, ids, capsys):
+    assert called(capsys, "pause", url, "--task", "email")[0] == 0
+    assert called(capsys, "dead", "replay", url, ids["dead"])[0] == 0
+    assert called(capsys, "edit", url, ids["dead"], "to=dora")[0] == 0
+    assert called(capsys, "resume", url, "--task", "email")[0] == 0
+    edited = json.loads(called(capsys, "job", url, ids["dead"], "--json")[1])
+    assert (edited["state"], edited["arguments"]["to"]) == ("pending", "dora")
 
 
 def test_a_body_that_is_no_call_is_replaced(tmp_path, capsys):
@@ -210,6 +226,7 @@ def test_a_body_that_is_no_call_is_replaced(tmp_path, capsys):
             return await box.send({"n": 1})
 
     message_id = anyio.run(fill)
+    assert "the message calls no task: give one JSON value" in called(capsys, "edit", plain, message_id, "n=2")[2]
     assert called(capsys, "edit", plain, message_id, "[1, 2]")[0] == 0
     assert [job["id"] for job in listed(capsys, plain, "--search", "[1,2]")] == [message_id]
 
@@ -327,9 +344,9 @@ def test_stats_show_the_rates_of_tasks(url, capsys):
         (("jobs", "{url}", "--since", "soon"), "no time ago"),
         (("jobs", "{url}", "--since", "1h", "--older-than", "2h"), "no time is between"),
         (("purge", "{url}", "--task", "bill"), "pass --yes"),
-        (("edit", "{url}", "x"), "the id of one job and a JSON value"),
-        (("edit", "{url}", "x", "{{"), "is no JSON"),
-        (("edit", "{url}", "{id}", "[1]"), "a JSON object of the arguments"),
+        (("edit", "{url}", "x"), "the id of one job and NAME=VALUE"),
+        (("edit", "{url}", "{id}", "{{"), "is no JSON"),
+        (("edit", "{url}", "{id}", "[1]"), "give NAME=VALUE for each"),
         (("pause", "{url}", "bill"), "--task"),
         (("pause", "{url}", "--task", ""), "name of a task"),
         (("concurrency", "{url}"), "one number from 1"),

@@ -395,13 +395,14 @@ def purge(
     return purge_jobs(target or [], {"state": state, **filters}, yes, as_json)
 
 
-@app.command(epilog="""Example: `mainspring edit 'sqlite:///jobs.db?name=emails' 3f2a… '{"to": "ann@example.org"}'`""")
+@app.command(epilog="Example: `mainspring edit 'sqlite:///jobs.db?name=emails' 3f2a… to=ann@example.org`")
 def edit(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[TARGET] ID JSON",
-            help="The mailbox, the id, and a JSON object of arguments to replace; of a message that calls no task, its body.",
+            metavar="[TARGET] ID NAME=VALUE...",
+            help="The mailbox, the id, and the arguments to replace, or a JSON object of them; of a message that calls no task,"
+            " its body as JSON.",
         ),
     ] = None,
     as_json: _Json = False,

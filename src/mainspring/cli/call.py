@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import typer
 
-from mainspring.cli.send import parse_json
+from mainspring.cli.arguments import named_values, typed
 from mainspring.cli.store import open_shared, target_and_words
 from mainspring.cli.target import load_attribute
 from mainspring.cli.user_errors import UserError, printable, say
-from mainspring.errors import SerializationError
 from mainspring.mailbox.jobs import outcome_of
 from mainspring.tasks.tasks import Tasks
 
@@ -36,7 +35,7 @@ def call_task(words: Sequence[str], *, wait: float | None, as_json: bool, **opti
     task = tasks.registered.get(rest[0])
     if task is None:
         raise UserError(f"call: there is no task {rest[0]!r:.100}; there are: {_names_of(tasks)}")
-    arguments = _arguments(task, rest[1:])
+    arguments = typed("call", task, named_values("call", rest[1:]))
     if wait is not None and not task.sending.result_ttl:
         options["result_ttl"] = KEPT
     done = anyio.run(_call, task.options(**options), arguments, wait)
@@ -77,35 +76,3 @@ def _tasks_and_words(words: Sequence[str]) -> tuple[Tasks, list[str]]:
 
 def _names_of(tasks: Tasks) -> str:
     return ", ".join(sorted(tasks.registered)) or "none; register one with @tasks.task"
-
-
-def _arguments(task: Task[..., Any], given: Sequence[str]) -> dict[str, Any]:
-    """Return the arguments of a call, of the types of the function: of one JSON object, or of ``NAME=VALUE`` each."""
-    if len(given) == 1 and given[0].lstrip().startswith("{"):
-        try:
-            arguments = parse_json(given[0])
-        except ValueError as error:
-            raise UserError(f"call: {given[0]!r:.100} is no JSON: {error}") from None
-    else:
-        arguments = {}
-        for text in given:
-            name, equals, value = text.partition("=")
-            if not equals or name in arguments:
-                raise UserError(
-                    f"call: {text!r:.100} is no argument of its own; give NAME=VALUE for each, or one JSON object"
-                )
-            arguments[name] = _value(value)
-    task.parameters.check_names(arguments)
-    try:
-        return dict(task.parameters.codec.decode(json.dumps(arguments).encode()))
-    except SerializationError as error:
-        why = str(error).rpartition(f"does not fit task {task.name}: ")[2]
-        quotes = "; a text that reads as JSON takes quotes of its own: NAME='\"5\"'" if "valid string" in why else ""
-        raise UserError(f"call: task {task.name}: {why}{quotes}") from None
-
-
-def _value(text: str) -> Any:
-    try:
-        return parse_json(text)
-    except ValueError:
-        return text

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from mainspring.cli.arguments import named_values, typed
 from mainspring.cli.limits import limit_line
+from mainspring.cli.send import parse_json
 from mainspring.cli.store import know_tasks, mailbox_alone, mailbox_and_ids, tasks_and_ids, with_mailbox
 from mainspring.cli.user_errors import FAILED, UserError, printable, say
 from mainspring.errors import JobNotFoundError, JobRunningError
@@ -17,7 +19,7 @@ from mainspring.mailbox import jobs
 from mainspring.mailbox.codec import Codec
 from mainspring.mailbox.limits import delay_of
 from mainspring.mailbox.message import CancelOutcome
-from mainspring.tasks.calls import with_arguments
+from mainspring.tasks.calls import CallCodec, with_arguments
 from mainspring.tasks.chain_runs import find_chain
 from mainspring.validation import counted
 
@@ -170,25 +172,24 @@ def reschedule_jobs(words: Sequence[str], delay: float | None, at: datetime | No
 def edit_job(words: Sequence[str], as_json: bool) -> int:
     """Give a job other arguments, or a message another body. The status is 1 if it is not waiting."""
     mailbox, rest = mailbox_and_ids(words)
-    if len(rest) != 2:
-        raise UserError("edit: give the id of one job and a JSON value, behind the mailbox")
-    job_id, text = rest
-    try:
-        given = json.loads(text)
-    except ValueError as error:
-        raise UserError(f"edit: {text!r:.100} is no JSON: {error}") from None
+    if len(rest) < 2:
+        raise UserError("edit: give the id of one job and NAME=VALUE of its arguments, or JSON, behind the mailbox")
+    job_id, *texts = rest
     is_checked = mailbox.is_bound
     know_tasks(mailbox)
 
     async def edit(opened: Mailbox[Any, Any]) -> None:
         body = (await jobs.waiting(opened, job_id)).message.body
-        changed = Codec().encode(given)
-        if opened.codec.task_of(body) is not None:
-            if not isinstance(given, dict):
-                raise UserError("edit: the message calls a task: give a JSON object of the arguments to replace")
+        codec = opened.codec
+        if (task := codec.task_of(body)) is None:
+            changed = _one_value(texts)
+            if is_checked:
+                codec.decode(changed)
+        else:
+            given = named_values("edit", texts)
+            if is_checked and isinstance(codec, CallCodec):
+                typed("edit", codec.task_named(task), {**(codec.arguments_of(body) or {}), **given})
             changed = with_arguments(body, given)
-        if is_checked:
-            opened.codec.decode(changed)
         jobs.check_changed(job_id, await opened.backend.replace_body(job_id, changed))
 
     try:
@@ -197,6 +198,15 @@ def edit_job(words: Sequence[str], as_json: bool) -> int:
         raise UserError(str(error), FAILED) from None
     typer.echo(json.dumps({"mailbox": mailbox.name, "edited": job_id}) if as_json else printable(f"{job_id} edited"))
     return 0
+
+
+def _one_value(texts: Sequence[str]) -> bytes:
+    """Return the JSON of the body of a message that calls no task."""
+    try:
+        (text,) = texts
+        return Codec().encode(parse_json(text))
+    except ValueError as error:
+        raise UserError(f"edit: the message calls no task: give one JSON value as its new body: {error}") from None
 
 
 def _for_each(words: Sequence[str], verb: str, act: Callable[[Tasks, str], Awaitable[str]], as_json: bool) -> int:

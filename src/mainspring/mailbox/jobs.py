@@ -320,8 +320,10 @@ async def reschedule(mailbox: Mailbox[Any, Any], message_id: str, delay: float) 
     mailbox.check_open()
     backend = mailbox.backend
     outcome = await backend.reschedule(message_id, delay)
-    if outcome is RescheduleOutcome.UNKNOWN and not delay and await backend.replay_dead_letters([message_id]):
-        return
+    if outcome is RescheduleOutcome.UNKNOWN:
+        if not delay and await backend.replay_dead_letters([message_id]):
+            return
+        await _check_alive(backend, message_id)
     check_changed(message_id, outcome)
 
 
@@ -334,10 +336,20 @@ async def waiting(mailbox: Mailbox[Any, Any], message_id: str) -> UnfinishedMess
     mailbox.check_open()
     found = await mailbox.backend.find([message_id])
     if not found:
+        await _check_alive(mailbox.backend, message_id)
         check_changed(message_id, RescheduleOutcome.UNKNOWN)
     if found[0].place is MessagePlace.IN_FLIGHT:
         check_changed(message_id, RescheduleOutcome.IN_FLIGHT)
     return found[0]
+
+
+async def _check_alive(backend: Backend, message_id: str) -> None:
+    """Raise :class:`JobNotFoundError` if the message is a dead letter."""
+    if await backend.find_dead_letters([message_id]):
+        raise _not_found(
+            message_id,
+            "it is dead; replay it first, with its task paused so that no worker runs it before it is changed",
+        )
 
 
 def check_changed(message_id: str, outcome: RescheduleOutcome) -> None:

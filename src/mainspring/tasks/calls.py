@@ -338,7 +338,7 @@ class CallCodec(Codec):
             except NotJsonError:
                 pass  # another program may have written more behind the arguments
         name, arguments = _parts(raw)
-        task = self._task(name)
+        task = self.task_named(name)
         return TaskCall(task, task.parameters.codec.decode(arguments))
 
     def _begun_by(self, before: bytes) -> tuple[Task[..., Any], Callable[[bytes], Any]] | None:
@@ -373,12 +373,16 @@ class CallCodec(Codec):
         """Return a call that was not serialized, as one of the task that is registered here under its name."""
         if not isinstance(body, TaskCall):
             raise SerializationError(f"the stored body is no call of a task, but a {type_name(type(body))}")
-        task = self._task(body.task.name)
+        task = self.task_named(body.task.name)
         if body.task.parameters is not task.parameters:  # of another Tasks on the same queue
             task.parameters.codec.check(body.arguments)
         return TaskCall(task, body.arguments)
 
-    def _task(self, name: str) -> Task[..., Any]:
+    def task_named(self, name: str) -> Task[..., Any]:
+        """Return the task that is registered under the name.
+
+        :raises UnknownTaskError: there is none.
+        """
         task = self._register.get(name)
         if task is None:
             raise UnknownTaskError(
