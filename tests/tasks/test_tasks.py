@@ -13,6 +13,7 @@ from typing import Any, TypedDict
 
 import anyio
 import pytest
+from anyio import to_thread
 from task_support import group_of, until_done
 
 from mainspring import (
@@ -679,3 +680,44 @@ async def test_a_module_that_does_not_import_is_named(anyio_backend):
     for wrong in ("app.emails", [5]):
         with pytest.raises(ConfigError, match="a list of names of modules"):
             Tasks("memory://no-module", modules=wrong)
+
+
+async def test_a_parameter_may_have_any_name():
+    ran: list[tuple[int, int, int]] = []
+    tasks = Tasks(InMemoryMailbox())
+
+    @tasks.task
+    async def work(self: int, at: int, fn: int) -> int:
+        ran.append((self, at, fn))
+        return self + at + fn
+
+    @tasks.task(name="plain")
+    def plain(self: int, at: int, fn: int) -> int:
+        ran.append((self, at, fn))
+        return self + at + fn
+
+    named = {"self": 1, "at": 2, "fn": 3}
+    with tasks.testing(inline=True):
+        for task in (work, plain):
+            await task.send(**named)
+            await task.send_at(datetime(2026, 1, 1, tzinfo=UTC), **named)
+            assert await task.request(**named) == 6
+            await to_thread.run_sync(lambda task=task: task.sync.send(**named))
+            await to_thread.run_sync(lambda task=task: task.sync.send_at(datetime(2026, 1, 1, tzinfo=UTC), **named))
+            assert await to_thread.run_sync(lambda task=task: task.sync.request(**named)) == 6
+            assert task.s(**named).arguments == named
+    assert (ran, await work(**named), plain(**named)) == ([(1, 2, 3)] * 14, 6, 6)
+
+
+async def test_a_parameter_called_self_reaches_a_worker_from_each_way_to_send():
+    tasks = Tasks(InMemoryMailbox())
+
+    @tasks.task(result_ttl=60)
+    async def work(self: int, fn: int = 1) -> int:
+        return self + fn
+
+    async with group_of(tasks):
+        jobs = [await work.send(self=1), await to_thread.run_sync(lambda: work.sync.send(self=2, fn=2))]
+        assert [await job.result(timeout=10) for job in jobs] == [2, 4]
+        assert await work.request(self=3) == 4
+        assert await to_thread.run_sync(lambda: work.sync.request(self=4, fn=3)) == 7

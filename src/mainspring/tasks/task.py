@@ -198,7 +198,7 @@ class Task(Generic[P, R]):
         self.senders = overriding((*tasks.middleware, *self.handling.middleware), "sending")
         self._is_simple = not (self.senders or self.stands_for_key or self.handling.is_limited)
 
-    def __call__(self, *args: P.args, **keywords: P.kwargs) -> Any:
+    def __call__(self, /, *args: P.args, **keywords: P.kwargs) -> Any:
         """Call the function itself. Its context, too, is an argument of the caller."""
         return self.fn(*args, **keywords)
 
@@ -272,7 +272,7 @@ class Task(Generic[P, R]):
 
     # ------------------------------------------------------------------------------------------------------- sending
 
-    async def send(self, *args: P.args, **keywords: P.kwargs) -> Job[R]:
+    async def send(self, /, *args: P.args, **keywords: P.kwargs) -> Job[R]:
         """Send one call. Return its job once the message is as durable as the mailbox makes it."""
         call = self.parameters.bind(args, keywords)
         if not self._is_simple or self.tasks.recording is not None:
@@ -281,7 +281,7 @@ class Task(Generic[P, R]):
         stored = await self.tasks.mailbox.send_prepared(envelopes, connection=self.sending.connection)
         return self.jobs([envelopes[0].message_id], stored)[0]
 
-    async def send_at(self, at: datetime, *args: P.args, **keywords: P.kwargs) -> Job[R]:
+    async def send_at(self, at: datetime, /, *args: P.args, **keywords: P.kwargs) -> Job[R]:
         """Send one call that may begin at ``at``, a datetime with a time zone; a past one is now."""
         return await self.options(at=at).send(*args, **keywords)
 
@@ -292,7 +292,7 @@ class Task(Generic[P, R]):
         """
         return await self.send_calls(self.bound(calls))
 
-    async def request(self, *args: Any, timeout: float = 30.0, **keywords: Any) -> R:
+    async def request(self, /, *args: Any, timeout: float = 30.0, **keywords: Any) -> R:
         """Send one call, and return what the function returns, in whatever process it runs.
 
         :param timeout: seconds to wait. A parameter of the function that is called so too is given by its position.
@@ -316,7 +316,7 @@ class Task(Generic[P, R]):
         """The same calls for threads that are not async; they block until they are done. See :attr:`Mailbox.sync`."""
         return SyncTask(self)
 
-    def s(self, *args: Any, **keywords: Any) -> TaskCall:
+    def s(self, /, *args: Any, **keywords: Any) -> TaskCall:
         """Return a call for :func:`chain` and :func:`parallel`. It may lack the argument that gets the result before.
 
         :raises InvalidParameterError: there are too many arguments, or one is given twice.
@@ -545,11 +545,11 @@ class SyncTask(Generic[P, R]):
         self._task = task
         self._mailbox = task.tasks.mailbox.sync
 
-    def send(self, *args: P.args, **keywords: P.kwargs) -> Job[R]:
+    def send(self, /, *args: P.args, **keywords: P.kwargs) -> Job[R]:
         """Send one call."""
         return self._send([self._task.parameters.bind(args, keywords)], "send")[0]
 
-    def send_at(self, at: datetime, *args: P.args, **keywords: P.kwargs) -> Job[R]:
+    def send_at(self, at: datetime, /, *args: P.args, **keywords: P.kwargs) -> Job[R]:
         """Send one call that may begin at ``at``."""
         return self._task.options(at=at).sync.send(*args, **keywords)
 
@@ -557,7 +557,7 @@ class SyncTask(Generic[P, R]):
         """Send calls, all or none."""
         return self._send(list(self._task.bound(calls)), "send_many")
 
-    def request(self, *args: Any, timeout: float = 30.0, **keywords: Any) -> R:
+    def request(self, /, *args: Any, timeout: float = 30.0, **keywords: Any) -> R:
         """Send one call, and return what the function returns."""
         return self._call(self._task.request, *args, timeout=timeout, **keywords)
 
@@ -576,7 +576,7 @@ class SyncTask(Generic[P, R]):
             stored = given.work()
         return self._task.jobs(ids, stored)
 
-    def _call(self, fn: Callable[..., Coroutine[Any, Any, T]], *args: Any, **keywords: Any) -> T:
+    def _call(self, fn: Callable[..., Coroutine[Any, Any, T]], /, *args: Any, **keywords: Any) -> T:
         recording = self._task.tasks.recording
         if recording is not None and not in_event_loop():
             return recording.blocking(partial(fn, *args, **keywords))
