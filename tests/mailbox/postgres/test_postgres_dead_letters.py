@@ -103,7 +103,7 @@ async def test_what_the_server_refuses_to_read_is_an_error_of_the_mailbox(place,
 @pytest.mark.slow
 @pytest.mark.parametrize(("few", "capacity"), [(0, None), (300, 100_000)])
 async def test_no_call_by_an_id_or_for_a_page_reads_all_dead_letters(place, few, capacity):
-    """Nor all messages. Connections keep their plans, which they have made here while there were few, of one task."""
+    """Nor all messages. Connections keep their plans, made here while there were few letters, of one task and mailbox."""
 
     async def call(ids):
         found = [*await store.find_dead_letters(ids[:1]), *await store.dead_letters(5, ids[2])]
@@ -116,7 +116,7 @@ async def test_no_call_by_an_id_or_for_a_page_reads_all_dead_letters(place, few,
         " CASE WHEN n > 19000 THEN 'rare' ELSE 'common' END, 'k' || n, '', '', '' FROM generate_series(%s::int, %s::int) AS n"
     )
     connected = "SELECT 1 FROM pg_stat_activity WHERE query LIKE %s AND pid <> pg_backend_pid()"
-    async with place.mailbox(capacity=capacity) as mailbox:
+    async with place.mailbox(capacity=capacity) as mailbox, place.mailbox("other") as other:
         store = mailbox.backend
         place.execute(fill, place.number(), 1, few)
         place.execute("ANALYZE SCHEMA.dead")
@@ -125,6 +125,8 @@ async def test_no_call_by_an_id_or_for_a_page_reads_all_dead_letters(place, few,
         place.execute(fill, place.number(), few + 1, 20_000)
         await mailbox.send_many(range(5_000))
         assert await call(["d401", "d402", "d403"]) == (11, 1, 1)
+        place.execute(fill, place.number("other"), 30_001, 30_003)
+        assert len(await other.dead_letters()) == await other.purge_dead_letters() == 3
     await until(lambda: not place.execute(connected, f"%{place.schema}%"))  # then their statistics have come
     read = place.execute(
         "SELECT sum(seq_tup_read + coalesce(idx_tup_fetch, 0)) FROM pg_stat_all_tables"

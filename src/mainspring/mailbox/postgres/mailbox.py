@@ -632,10 +632,12 @@ class PostgresBackend(BatchedBackend):
         """Do it to all that are dead by now, the oldest first. Return their number."""
         shared, box = self._pool, self._number
         await shared.rows("sweep_all", box)  # what has expired is dead, too
-        dead = f"{shared.schema}.dead WHERE mailbox = $1"
-        ((last,),) = await shared.query(f"SELECT coalesce(max(place), 0) FROM {dead}", box)  # noqa: S608 - a checked name
+        dead = f"{shared.schema}.dead WHERE mailbox <= $1"  # in order, so that no plan reads those of others
+        newest = f"SELECT place FROM {dead} AND mailbox >= $1 ORDER BY mailbox DESC, place DESC LIMIT 1"  # noqa: S608 - a checked name
+        last = max((place for (place,) in await shared.query(newest, box)), default=0)
         some = (
-            f"SELECT place, id, octet_length(body) FROM {dead} AND place > $2 AND place <= $3 ORDER BY place LIMIT $4"  # noqa: S608
+            f"SELECT place, id, octet_length(body) FROM {dead} AND (mailbox, place) > ($1, $2) AND place <= $3"  # noqa: S608
+            " ORDER BY mailbox, place LIMIT $4"
         )
         through = done = 0
         while rows := await shared.query(some, box, through, last, DEAD_AT_ONCE):

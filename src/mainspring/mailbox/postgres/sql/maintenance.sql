@@ -53,7 +53,8 @@ SET plan_cache_mode = force_generic_plan AS $$
 -- of their ids, so it is used: `id = ANY (named)` may filter all of the mailbox instead, in a plan made while there were none.
 BEGIN
     IF named IS NULL THEN
-        RETURN ARRAY(SELECT d.ctid FROM mainspring.dead d WHERE d.mailbox = box ORDER BY d.place);
+        RETURN ARRAY(SELECT d.ctid FROM mainspring.dead d WHERE d.mailbox >= box AND d.mailbox <= box
+            ORDER BY d.mailbox, d.place);
     END IF;
     RETURN ARRAY(SELECT f.ctid FROM unnest(named) AS n (id) CROSS JOIN LATERAL (
         SELECT d.ctid FROM mainspring.dead d WHERE d.mailbox = box AND d.id >= n.id AND d.id <= n.id ORDER BY d.id) AS f);
@@ -62,13 +63,14 @@ END $$;
 CREATE OR REPLACE FUNCTION mainspring.dead_rows_behind(box integer, of_task text, most integer, behind text)
 RETURNS tid[] STABLE LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET enable_sort = off
 SET enable_incremental_sort = off SET jit = off SET plan_cache_mode = force_generic_plan AS $$
--- Where the oldest ones (NULL: of any task) behind the one with that id lie, for the statement that calls it. Only `dead_by_task`
--- gives them in order of their tasks.
+-- Where the oldest ones (NULL: of any task) behind the one with that id lie, for the statement that calls it. In order of `place`
+-- alone, a plan might read those of other mailboxes and tasks.
 DECLARE since bigint := coalesce((
     SELECT d.place FROM mainspring.dead d WHERE d.mailbox = box AND d.id >= behind AND d.id <= behind ORDER BY d.id LIMIT 1), 0);
 BEGIN
     IF of_task IS NULL THEN
-        RETURN ARRAY(SELECT d.ctid FROM mainspring.dead d WHERE d.mailbox = box AND d.place > since ORDER BY d.place LIMIT most);
+        RETURN ARRAY(SELECT d.ctid FROM mainspring.dead d WHERE (d.mailbox, d.place) > (box, since) AND d.mailbox <= box
+            ORDER BY d.mailbox, d.place LIMIT most);
     END IF;
     RETURN ARRAY(SELECT d.ctid FROM mainspring.dead d WHERE d.mailbox = box AND (d.task, d.place) > (of_task, since)
         AND d.task <= of_task ORDER BY d.task, d.place LIMIT most);
