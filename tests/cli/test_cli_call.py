@@ -122,6 +122,16 @@ def test_a_call_that_is_sent_already_is_not_sent_again(tasks, capsys, monkeypatc
     assert len(waiting(tasks)) == 1
 
 
+def test_a_task_whose_name_has_a_colon_is_called_on_the_tasks_of_the_environment(tasks, capsys, monkeypatch):
+    tasks.task(name="mails:welcome")(lambda: None)
+    monkeypatch.setenv("MAINSPRING_URL", "app_of_calls:tasks")
+    assert called(capsys, "mails:welcome")[0] == 0
+    assert called(capsys, "app_of_calls:tasks", "mails:welcome")[0] == 0
+    assert [job.task for job in waiting(tasks)] == ["mails:welcome"] * 2
+    monkeypatch.setenv("MAINSPRING_URL", "sqlite:///elsewhere.db")
+    assert called(capsys, "app_of_calls:tasks", "mails:welcome")[0] == 0
+
+
 def test_the_result_is_waited_for(tasks, capsys):
     def work() -> None:
         program = Tasks(tasks.mailbox.address, dead_letter=DeadLetterPolicy(max_attempts=1))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import typer
 
 from mainspring.cli.arguments import named_values, typed
-from mainspring.cli.store import open_shared, target_and_words
+from mainspring.cli.store import ENVIRONMENT, is_url, open_shared, target_and_words
 from mainspring.cli.target import load_attribute
 from mainspring.cli.user_errors import UserError, printable, say
 from mainspring.mailbox.jobs import outcome_of
@@ -60,8 +61,17 @@ async def _call(task: Task[..., Any], arguments: dict[str, Any], wait: float | N
 
 
 def _tasks_and_words(words: Sequence[str]) -> tuple[Tasks, list[str]]:
+    usual = os.environ.get(ENVIRONMENT, "")
+    if usual and not is_url(usual) and words and ":" in words[0]:  # the name of a task may have a colon as well
+        tasks = _load(usual)
+        if words[0] in tasks.registered:
+            return tasks, list(words)
     target, rest = target_and_words(words)
-    if "://" in target or target.startswith("memory:"):
+    return _load(target), rest
+
+
+def _load(target: str) -> Tasks:
+    if is_url(target):
         raise UserError(
             "call: name the Tasks as MODULE:ATTR, as app:tasks: it says which arguments a task takes, and a URL does not"
         )
@@ -71,7 +81,7 @@ def _tasks_and_words(words: Sequence[str]) -> tuple[Tasks, list[str]]:
     if tasks.mailbox.address.startswith("memory:"):
         open_shared(tasks.mailbox.address)  # says why no worker would receive it
     tasks.import_modules()
-    return tasks, rest
+    return tasks
 
 
 def _names_of(tasks: Tasks) -> str:

@@ -71,8 +71,13 @@ def tasks_and_ids(words: Sequence[str]) -> tuple[Tasks, list[str]]:
     ), given  # a face of its own: that of a program is bound to the program's tasks
 
 
+def is_url(target: str) -> bool:
+    """True if ``target`` is the URL of a mailbox, and not ``MODULE:ATTR``."""
+    return "://" in target or target.startswith("memory:")
+
+
 def _mailbox_of(target: str) -> Mailbox[Any, Any]:
-    if "://" in target or target.startswith("memory:"):
+    if is_url(target):
         return open_shared(target)
     from mainspring.cli.target import load_attribute
     from mainspring.tasks.tasks import Tasks
