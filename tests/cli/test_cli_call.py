@@ -132,6 +132,18 @@ def test_a_task_whose_name_has_a_colon_is_called_on_the_tasks_of_the_environment
     assert called(capsys, "app_of_calls:tasks", "mails:welcome")[0] == 0
 
 
+def test_a_pause_of_the_task_is_said_where_its_result_is_waited_for(tasks, capsys):
+    async def pause() -> None:
+        async with tasks:
+            await tasks.pause("report")
+
+    anyio.run(pause)
+    status, _, err = called(capsys, "app_of_calls:tasks", "report", "--wait", "1")
+    assert status == 1
+    assert "task report is paused" in err
+    assert "paused" not in called(capsys, "app_of_calls:tasks", "email", "to=ann")[2]
+
+
 def test_the_result_is_waited_for(tasks, capsys):
     def work() -> None:
         program = Tasks(tasks.mailbox.address, dead_letter=DeadLetterPolicy(max_attempts=1))

@@ -209,6 +209,23 @@ def test_arguments_of_a_call_are_edited(url, ids, capsys, monkeypatch, tmp_path)
     assert [job["id"] for job in listed(capsys, url, "--search", '"subject":"New"')] == [ids["bob"]]
 
 
+def test_a_pause_of_the_task_or_the_mailbox_of_jobs_that_wait_is_said(url, ids, capsys):
+    bob, dead, of_task = (
+        ("job", url, ids["bob"]),
+        ("job", url, ids["dead"]),
+        "mainspring: task email is paused: its jobs",
+    )
+    assert "paused" not in called(capsys, *bob)[2] + called(capsys, "jobs", url)[2]
+    called(capsys, "pause", url, "--task", "email")
+    assert called(capsys, *bob)[2].startswith(of_task)
+    assert "`mainspring resume --task email`" in called(capsys, "jobs", url, "--json")[2]
+    assert "paused" not in called(capsys, *dead)[2] + called(capsys, "jobs", url, "--task", "bill")[2]
+    called(capsys, "pause", url)
+    assert "mainspring: emails is paused: its jobs begin after `mainspring resume`\n" in called(capsys, *bob)[2]
+    assert "emails is paused" in called(capsys, "jobs", url, "--task", "bill")[2]
+    assert "paused" not in called(capsys, *dead)[2]
+
+
 def test_a_dead_call_gets_other_arguments_while_its_task_is_paused(url, ids, capsys):
     assert called(capsys, "pause", url, "--task", "email")[0] == 0
     assert called(capsys, "dead", "replay", url, ids["dead"])[0] == 0

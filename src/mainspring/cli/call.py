@@ -10,6 +10,7 @@ import anyio
 import typer
 
 from mainspring.cli.arguments import named_values, typed
+from mainspring.cli.limits import say_paused
 from mainspring.cli.store import ENVIRONMENT, is_url, open_shared, target_and_words
 from mainspring.cli.target import load_attribute
 from mainspring.cli.user_errors import UserError, printable, say
@@ -55,6 +56,7 @@ async def _call(task: Task[..., Any], arguments: dict[str, Any], wait: float | N
         done: dict[str, Any] = {"id": job.id, "new": job.new}
         if wait is not None:
             say(f"waiting for job {job.id}")
+            await say_paused(task.tasks.mailbox, {task.name})
             _, raw = await outcome_of(task.tasks.mailbox, job.id, wait)
             done["result"] = None if raw is None else json.loads(raw)
         return done

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from mainspring.cli.jobs import status_json
+from mainspring.cli.limits import say_paused, waiting_tasks
 from mainspring.cli.store import know_tasks, mailbox_alone, with_mailbox
 from mainspring.cli.user_errors import FAILED, UserError, printable, say
 from mainspring.mailbox.job_list import UNFINISHED
@@ -34,13 +35,16 @@ def list_jobs(
 
     async def show(opened: Mailbox[Any, Any]) -> None:
         listed, last, more = 0, None, ""
+        waiting: set[str | None] = set()
         async for job in opened.jobs(**_given(filters), limit=None if limit is None else limit + 1, after=after):
             if last is not None and listed == limit:
                 more = f"; the next ones: --after {last.position}"
                 break
             typer.echo(json.dumps(status_json(job)) if as_json else _line(job))
             listed, last = listed + 1, job
+            waiting |= waiting_tasks([job])
         say(f"{counted(listed, 'job')} of {opened.name}{more}")
+        await say_paused(opened, waiting)
 
     with_mailbox(mailbox, show)
     return 0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from mainspring.cli.arguments import named_values, typed
-from mainspring.cli.limits import limit_line
+from mainspring.cli.limits import limit_line, say_paused, waiting_tasks
 from mainspring.cli.send import parse_json
 from mainspring.cli.store import know_tasks, mailbox_alone, mailbox_and_ids, tasks_and_ids, with_mailbox
 from mainspring.cli.user_errors import FAILED, UserError, printable, say
@@ -72,7 +72,9 @@ def show_job(words: Sequence[str], as_json: bool) -> int:
         except JobNotFoundError:
             if (chain := await find_chain(opened, ids[0])) is None:
                 raise
+            await say_paused(opened, waiting_tasks(chain.chain.under_way))
             return chain.job, chain.chain, chain.result
+        await say_paused(opened, waiting_tasks([status]))
         return status, None, raw
 
     try:

@@ -9,11 +9,13 @@ import typer
 
 from mainspring.cli.store import know_tasks, mailbox_and_ids, with_mailbox
 from mainspring.cli.user_errors import UserError, printable, say
+from mainspring.mailbox.jobs import JobState
 from mainspring.mailbox.limiters import ALL_TASKS
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 
+    from mainspring.mailbox.jobs import JobStatus
     from mainspring.mailbox.limiters import LimitState
     from mainspring.mailbox.mailbox import Mailbox
     from mainspring.policies import Rate
@@ -46,6 +48,20 @@ def set_concurrency(words: Sequence[str], task: str | None, as_json: bool) -> in
     _change(mailbox, task, lambda opened: opened.set_concurrency(most, task))
     _tell(mailbox.name, task, f"concurrency {number}", as_json)
     return 0
+
+
+def waiting_tasks(jobs: Iterable[JobStatus]) -> set[str | None]:
+    """Return the tasks of the jobs that wait for their time or their turn; None for messages that call no task."""
+    return {job.task for job in jobs if job.state in (JobState.SCHEDULED, JobState.PENDING)}
+
+
+async def say_paused(mailbox: Mailbox[Any, Any], tasks: Collection[str | None]) -> None:
+    """Say which of these tasks, of jobs that wait, are paused, and whether their mailbox is."""
+    for limits in await mailbox.limits() if tasks else ():
+        if limits.paused and limits.task == ALL_TASKS:
+            say(f"{mailbox.name} is paused: its jobs begin after `mainspring resume`")
+        elif limits.paused and limits.task in tasks:
+            say(f"task {limits.task} is paused: its jobs begin after `mainspring resume --task {limits.task}`")
 
 
 def _change(mailbox: Mailbox[Any, Any], task: str | None, act: Callable[[Mailbox[Any, Any]], Awaitable[None]]) -> None:
