@@ -158,6 +158,7 @@ def test_nothing_to_send_is_said(tmp_path: Path) -> None:
     ("arguments", "stdin", "expected"),
     [
         ([URL, "NaN"], "", "NaN is not JSON"),
+        ([URL, '"\udcff"'], "", "body 1 is no JSON (it is not UTF-8)"),
         ([URL, "1", "--file", "x.jsonl"], "", "give bodies as arguments or by --file, not both"),
         ([URL, "--file", "missing.jsonl"], "", "cannot read --file missing.jsonl: No such file"),
         ([URL, "--dedup-key", "k"], "1\n2\n", "--dedup-key names one message, but there are 2 bodies"),

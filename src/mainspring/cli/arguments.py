@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from mainspring.cli.send import parse_json
 from mainspring.cli.user_errors import UserError
 from mainspring.errors import SerializationError
+from mainspring.mailbox.limits import is_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -18,8 +19,11 @@ if TYPE_CHECKING:
 def named_values(verb: str, given: Sequence[str]) -> dict[str, Any]:
     """Return the JSON values of arguments by name: of one JSON object, or of ``NAME=VALUE`` each.
 
-    :raises UserError: a word is neither, or a name is given twice.
+    :raises UserError: a word is neither, or is not UTF-8, or a name is given twice.
     """
+    for text in given:
+        if not is_text(text):
+            raise UserError(f"{verb}: the argument {text!r:.100} is not UTF-8; give text in UTF-8")
     if len(given) == 1 and given[0].lstrip().startswith("{"):
         try:
             found: dict[str, Any] = parse_json(given[0])

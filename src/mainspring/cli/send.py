@@ -16,6 +16,7 @@ import typer
 
 from mainspring.cli.user_errors import FAILED, UserError, say
 from mainspring.errors import ConfigError, MainspringError
+from mainspring.mailbox.limits import is_text
 from mainspring.mailbox.open import open_mailbox
 
 if TYPE_CHECKING:
@@ -141,6 +142,8 @@ def _whole_document(lines: IO[bytes]) -> list[Any] | None:
 
 def parse_json(text: str | bytes) -> Any:
     """Return ``text`` as JSON. Raise :class:`ValueError` if it is none, or if a mailbox could not keep it."""
+    if isinstance(text, str) and not is_text(text):
+        raise ValueError("it is not UTF-8")
     try:
         value = json.loads(text, parse_constant=_no_constant, parse_float=_finite)
         json.dumps(value, ensure_ascii=False).encode()
