@@ -382,17 +382,17 @@ def test_many_are_asked_for_at_a_terminal(
     assert counts(url)[1] == left
 
 
-def test_more_than_a_page_is_filtered_and_replayed(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dead, "PAGE", 10)
-
+def test_more_than_a_page_is_filtered_and_replayed(url: str) -> None:
     async def fill(mailbox: Mailbox[Any, Any]) -> None:
-        await mailbox.send_many(range(54))
-        for message in await mailbox.receive(max_messages=54):
-            await message.dead_letter("odd" if message.body % 2 else "even")
+        await mailbox.send_many(range(dead.PAGE + 3))
+        async with anyio.create_task_group() as group:
+            while messages := await mailbox.receive(max_messages=1_000):
+                for message in messages:
+                    group.start_soon(message.dead_letter, "odd" if message.body else "even")
 
     with_mailbox(url, fill)
     assert call(["dead", "replay", url, "--match", "odd", "--yes"]) == 0
-    assert counts(url) == (27, 27, 0)
+    assert counts(url) == (dead.PAGE + 2, 1, 0)
 
 
 # --------------------------------------------------------------------------------------------------------- wrong uses

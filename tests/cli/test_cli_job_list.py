@@ -13,7 +13,6 @@ import pytest
 
 from mainspring import DeadLetterPolicy, LoopGroup, Rate, RequestFailedError, Tasks, chain, open_mailbox, parallel
 from mainspring.cli.app import call
-from mainspring.mailbox import job_list
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -97,8 +96,7 @@ def test_jobs_are_listed_by_filters(url, ids, filters, names, capsys):
 
 
 @pytest.mark.parametrize("limit", [2, 3])
-def test_a_list_goes_on_where_it_ended(url, ids, limit, capsys, monkeypatch):
-    monkeypatch.setattr(job_list, "PAGE", 2)
+def test_a_list_goes_on_where_it_ended(url, ids, limit, capsys):
     found: list[str] = []
     after: tuple[str, ...] = ()
     while True:
