@@ -143,6 +143,17 @@ class LimitsMachine(RuleBasedStateMachine):
     def nack(self, delivery: Any, delay: float, front: bool) -> None:
         self.settle(delivery, Nack(0.0 if front else delay, charge=not front, front=front))
 
+    @rule(delivery=consumes(deliveries), task=st.sampled_from(TASKS))
+    def set_task(self, delivery: Any, task: str) -> None:
+        is_held = delivery.receipt_handle in {each.receipt_handle for each in self.in_flight()}
+        try:
+            is_released = self.queue.set_task(delivery, self.now, task)
+        except ReceiptHandleExpiredError:
+            assert not is_held
+            return
+        if is_released:
+            self.held.pop(delivery.receipt_handle)
+
     @rule(delivery=consumes(deliveries))
     def die(self, delivery: Any) -> None:
         self.settle(delivery, DEAD)

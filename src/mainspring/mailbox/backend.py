@@ -420,8 +420,8 @@ class Backend(ABC):
     async def set_task(self, delivery: ClaimedMessage, task: str) -> bool:
         """Release a message in flight as one of ``task``, if that has limits and the message is of another; True if it did so.
 
-        In one step its permits and its lease end, without a charge, and it waits for the permits of ``task`` in its old place.
-        So messages of one key keep their order.
+        In one step its permits and its lease end, without a charge, and it waits for the permits of ``task`` in its old place,
+        but behind the messages of its key there that were sent before it. So messages of one key keep their order.
 
         :raises ReceiptHandleExpiredError: the lease is not held any more.
         :raises ConfigError: the backend cannot (:attr:`Capabilities.limits`).

@@ -18,7 +18,7 @@ from hypothesis.stateful import invariant
 from limits_machine import LimitsMachine
 from mainspring.errors import MailboxError
 from mainspring.mailbox import batched
-from mainspring.mailbox.job_commands import ChangeLimits, ListLimits, Reschedule
+from mainspring.mailbox.job_commands import ChangeLimits, ListLimits, Reschedule, SetTask
 from mainspring.mailbox.limiters import ALL_TASKS, LimitChange, TaskLimits
 from mainspring.mailbox.sqlite import schema as sql
 from mainspring.mailbox.sqlite.limits import AT_ONCE, KEY, TASK, KnownLimits
@@ -74,6 +74,9 @@ class StoredQueue:
 
     def nack(self, delivery: Any, now: float, how: Any) -> None:
         self.do(batched.NackCommand(delivery, how), now)
+
+    def set_task(self, delivery: Any, now: float, task: str) -> Any:
+        return self.do(SetTask(delivery, task), now)
 
     def dead_letter(self, delivery: Any, now: float, why: Any) -> None:
         self.do(batched.DeadLetterCommand(delivery, why), now)

@@ -461,8 +461,7 @@ class MemoryQueue:
         now_at = math.inf if first is None else first.order
         if self.limits.tasks:
             now_at = min(now_at, self.limits.first_place(entry))
-        places = self._last_places[entry.task, entry.priority]
-        return places.next(entry, self._serial if now_at == math.inf else now_at)
+        return self._last_places[entry.task, entry.priority].next(entry, self._serial if now_at == math.inf else now_at)
 
     def put_with(self, write: RecordWrite, envelopes: list[Envelope], now: float) -> int | None:
         """Change a record and let messages wait, both or neither. Return the record's version, or None if it is another."""
@@ -594,6 +593,7 @@ class MemoryQueue:
             return False
         self._end_permits(entry, now)
         entry.task, self._listing = task, None
+        self._last_places[task, entry.priority].add(entry)
         self.nack(delivery, now, Nack(charge=False, front=True))
         return True
 

@@ -33,3 +33,8 @@ class LastPlaces:
             place = max(now_at, last + 1 / entry.weight)
         places[key] = place
         return place
+
+    def add(self, entry: QueuedMessage) -> None:
+        """Let later entries of its key, if it has one, come behind an entry that has a place of another task."""
+        if entry.key is not None:
+            self._by_key[entry.key] = max(entry.order, self._by_key.get(entry.key, entry.order))

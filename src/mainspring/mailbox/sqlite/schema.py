@@ -343,6 +343,7 @@ FIRST_PLACE = "SELECT pos FROM ready WHERE mailbox = ? AND rank = ? ORDER BY pos
 LAST_OF_KEY = "SELECT max(place) FROM messages WHERE mailbox = ? AND key = ? AND task = ? AND rank = ?"
 LAST_OF_KEYS = """SELECT value, (SELECT max(place) FROM messages WHERE mailbox = ? AND key = value AND task = ? AND rank = ?)
     FROM json_each(?)"""
+LAST_SENT_BEFORE = f"{LAST_OF_KEY} AND seq < ?"
 SET_PLACE = "UPDATE messages SET place = ? WHERE seq = ?"
 
 # ---------------------------------------------------------------------------------------------------------- receiving
@@ -371,7 +372,7 @@ HELD = """SELECT l.seq, l.pos, l.claimed_at, m.rank, m.expires_at, m.task, m.key
 PERMITS_HELD = f"""SELECT m.task, m.key, l.permits FROM leases AS l CROSS JOIN messages AS m ON m.seq = l.seq
     WHERE l.lease {_GIVEN} AND l.mailbox = ? AND l.permits"""
 SET_TASK = "UPDATE messages SET task = ? WHERE seq = ?"
-FORGET_PERMITS = "UPDATE leases SET permits = NULL WHERE lease = ? AND mailbox = ?"
+RELEASE_AT = "UPDATE leases SET permits = NULL, pos = ? WHERE lease = ? AND mailbox = ?"
 DROP_LEASE = "DELETE FROM leases WHERE lease = ? AND mailbox = ?"
 DROP_MESSAGE = "DELETE FROM messages WHERE seq = ?"
 CAME_BACK = """UPDATE messages SET deliveries = deliveries + 1, attempts = attempts + ?,

@@ -446,12 +446,14 @@ def _set_task(work: UnitOfWork, commands: list[SetTask]) -> None:
         if not rows:
             command.error = lease_over(command.delivery)
             continue
+        seq, pos, _, rank, *_ = rows[0]
         call = Limitable.of(*rows[0][-4:])
         command.result = False
         if limits is not None and call is not None and call.task != task and task in limits.of_mailbox(command.mailbox):
             limits.left(command.mailbox, call, was_claimed=True)
-            work.execute(sql.SET_TASK, (task, rows[0][0]))
-            work.execute(sql.FORGET_PERMITS, (lease, command.mailbox))
+            pos = work.place_among(command.mailbox, rank, task, call.key, seq, pos)
+            work.execute(sql.SET_TASK, (task, seq))
+            work.execute(sql.RELEASE_AT, (pos, lease, command.mailbox))
             release = batched.NackCommand(command.delivery, Nack(charge=False, front=True))
             release.mailbox = command.mailbox
             _nack(work, [release])

@@ -191,6 +191,16 @@ class UnitOfWork:
         self._shares[share] = place
         return place
 
+    def place_among(self, mailbox: int, rank: int, task: str, key: str | None, seq: int, pos: float) -> float:
+        """Return the place of a message of another task among those of ``task``: its own, but not before those of its key that
+        were sent before it. At one place, messages are in the order of their sends."""
+        if key is None:
+            return pos
+        share = (mailbox, key, task, rank)
+        self._shares.pop(share, None)
+        last = self.value(sql.LAST_SENT_BEFORE, (*share, seq))
+        return pos if last is None else max(pos, last)
+
     def read_shares(self, mailbox: int, envelopes: Iterable[Envelope]) -> None:
         """Read the last places of the keys of these messages, all of a task by one statement."""
         keys: dict[tuple[str, int], dict[str, None]] = {}

@@ -635,6 +635,34 @@ async def a_message_in_flight_gets_another_task(h: Harness, box: AnyMailbox) -> 
     )
 
 
+@on_mailbox("limits")
+async def messages_that_get_another_task_keep_the_order_of_their_key(h: Harness, box: AnyMailbox) -> None:
+    """Later messages of a key wait behind those that got another task before, whatever comes back to the front of the line."""
+    for task in ("t", "old"):
+        await _limit(box, task, key_concurrency=1, blocks=Blocks.RETRY)
+    await box.send("first in line")
+    (in_front,) = await _claim(box)
+    await _send(box, "1", "2", "3", task="old", key="a")
+    running = None
+    for body in ("1", "2", "3"):
+        claimed = {message.body: message for message in await _claim(box)}
+        check(await box.backend.set_task(claimed.pop(body).delivery, "t"), f"{body} got another task")
+        running = claimed.get("1", running)
+    await in_front.release()
+    await _send(box, "4", task="old", key="a")
+    claimed = {message.body: message for message in await _claim(box)}
+    check(await box.backend.set_task(claimed["4"].delivery, "t"), "4 got another task")
+    await claimed["first in line"].release()
+    await _send(box, "5", key="a")
+    equal(_bodies(await _claim(box)), ["first in line"], "what waits for no key")
+    assert running is not None
+    await running.acknowledge()
+    for body in ("2", "3", "4", "5"):
+        (message,) = await _claim(box)
+        equal(message.body, body, "in the order of the sends")
+        await message.acknowledge()
+
+
 @on_mailbox("limits", "priority")
 async def priorities_hold_within_limits(h: Harness, box: AnyMailbox) -> None:
     """A waiting message of a higher priority passes a limiter first."""

@@ -551,9 +551,13 @@ RETURNS TABLE (n bigint, rank smallint, pos bigint, is_pending boolean)
 LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off AS $$
 -- Release a message in flight as one of another task, if that has limits. Its row is that of `nack`, or says nothing where it stays
 -- as it is. None: the lease is not held.
-DECLARE was record;
+--
+-- It has its old place, but comes behind the messages of its key and its new task that were sent before it.
+DECLARE
+    was record;
+    last bigint;
 BEGIN
-    SELECT m.id, m.task, m.task_key, m.permits INTO was FROM mainspring.messages m
+    SELECT m.id, m.task, m.task_key, m.permits, m.rank, m.enqueued_at INTO was FROM mainspring.messages m
         WHERE m.id = ids[1] AND m.lease = leases[1] AND m.mailbox = box AND m.state + 0 = 2 AND m.due > clock_timestamp() FOR UPDATE;
     IF NOT FOUND THEN
         RETURN;
@@ -563,7 +567,13 @@ BEGIN
         RETURN QUERY SELECT 1::bigint, NULL::smallint, NULL::bigint, false;
         RETURN;
     END IF;
-    UPDATE mainspring.messages m SET task = to_task, permits = CASE WHEN m.permits > 0 THEN 4 END
+    last := (
+        SELECT max(w.pos) FROM unnest('{0,3,4,5}'::smallint[]) AS s (state) CROSS JOIN LATERAL (
+            SELECT m.pos FROM mainspring.messages m WHERE m.mailbox = box AND m.task = to_task AND m.state = s.state
+                AND m.task_key = was.task_key AND m.rank = was.rank AND m.enqueued_at <= was.enqueued_at
+            ORDER BY m.pos DESC LIMIT 1
+        ) AS w);
+    UPDATE mainspring.messages m SET task = to_task, permits = CASE WHEN m.permits > 0 THEN 4 END, pos = greatest(m.pos, last + 1)
         WHERE m.id = was.id AND m.mailbox = box;
     RETURN QUERY SELECT b.n, b.rank, b.pos, b.is_pending
         FROM mainspring.nack(box, ids, leases, ARRAY[0::float8], ARRAY[0], ARRAY[1], ARRAY[NULL::text]) AS b;

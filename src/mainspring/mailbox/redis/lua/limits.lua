@@ -765,7 +765,13 @@ function limits.set_task(box, id, task)
   redis.call('ZREM', box.listed, listed_at(entry))
   local key = entry.of.key and 'k' .. entry.of.key or 't'
   local head = string.sub(about, 2, -1 - string.len(named(entry.of.task) .. key))
-  limits.add(box, { read_entry(id, '0' .. head .. named(task) .. key) })
+  local other = read_entry(id, '0' .. head .. named(task) .. key)
+  if other.of.key then -- later messages of its key come behind it
+    fetch_shares(box, { other })
+    local last = box.shares[other.share]
+    last.place = math.max(last.place or 0, tonumber(other.place))
+  end
+  limits.add(box, { other })
   return true
 end
 
