@@ -18,7 +18,7 @@ from mainspring.mailbox import job_list
 from mainspring.mailbox.backend import Backend, Capabilities
 from mainspring.mailbox.jobs import JobProgress, keep_progress, outcome_so_far
 from mainspring.mailbox.limiters import LimitChange, TaskLimits
-from mainspring.mailbox.memory import listing
+from mainspring.mailbox.memory.listing import LOOK_AT_MOST
 from mainspring.testing import run_virtual
 from stores import KINDS, on
 from wrapped_backend import WrappedBackend, wrap
@@ -403,16 +403,19 @@ async def test_an_error_of_a_backend_comes_out_of_a_purge_as_it_is():
             await box.purge(task="email")
 
 
-async def test_a_list_of_a_task_does_not_look_through_another_place_first(monkeypatch):
-    monkeypatch.setattr(listing, "LOOK_AT_MOST", 5)
+async def test_a_list_of_a_task_does_not_look_through_another_place_first():
     async with wrap(InMemoryMailbox("jobs"), Listing) as box:
-        sent = [await send(box, number, task="email", delay=HOUR if number > 35 else 0) for number in range(40)]
+        waiting, most = [box.prepare(number) for number in range(LOOK_AT_MOST)], LOOK_AT_MOST + 5
+        for envelope in waiting:
+            envelope.task = "email"
+        sent = await box.send_prepared(waiting)
+        sent += [await send(box, number, task="email", delay=HOUR) for number in range(LOOK_AT_MOST, most)]
         assert await ids(box, task="email", limit=5) == sent[:5]
         assert len(box.backend.asked) == 2
         whole = [job async for job in box.jobs(task="email")]
         assert sorted(job.id for job in whole) == sent
-        for number, job in enumerate(whole):
-            rest = [each.id async for each in box.jobs(task="email", after=job.position)]
+        for number in (most // 2, *range(LOOK_AT_MOST - 2, most)):
+            rest = [each.id async for each in box.jobs(task="email", after=whole[number].position)]
             assert sorted(rest) == sorted(each.id for each in whole[number + 1 :])
 
 
