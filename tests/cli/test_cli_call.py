@@ -194,14 +194,14 @@ def test_the_result_is_waited_for(tasks, capsys):
     ("words", "says"),
     [
         (["app_of_calls:tasks"], "name a task behind the tasks: email, report"),
-        (["app_of_calls:tasks", "emial"], "there is no task 'emial'; there are: email, report"),
+        (["app_of_calls:tasks", "emial"], "there is no task 'emial'; did you mean 'email'? there are: email, report"),
         (["app_of_calls:tasks", "email"], "missing a required argument: 'to'"),
         (["app_of_calls:tasks", "email", "to=a", "from=b"], "unexpected keyword argument 'from'"),
         (["app_of_calls:tasks", "email", "to=a", "to=b"], "'to=b' is no argument of its own"),
         (["app_of_calls:tasks", "email", "ann"], "'ann' is no argument of its own"),
         (
             ["app_of_calls:tasks", "email", "to=5"],
-            "call: task email: to: Input should be a valid string; a text that reads",
+            "to: Input should be a valid string; a text that reads as JSON takes quotes of its own: to='\"5\"'",
         ),
         (
             ["app_of_calls:tasks", "email", "to=a", "count=b"],
@@ -212,10 +212,14 @@ def test_the_result_is_waited_for(tasks, capsys):
         (["app_of_calls:tasks", "email", '{"to": "\udcff"}'], "is not UTF-8; give text in UTF-8"),
         (["app_of_calls:tasks", "email", "\udcff=5"], "is not UTF-8; give text in UTF-8"),
         (["app_of_calls:tasks", "email", "to=a", "--delay", "1h", "--at", "2099-01-01T00:00:00Z"], "delay"),
-        (["app_of_calls:group", "email"], "app_of_calls:group is an object of type int; name a Tasks"),
+        (
+            ["app_of_calls:group", "email"],
+            "app_of_calls:group is an object of type int; name a Tasks; it has app_of_calls:tasks",
+        ),
+        (["app_of_calls:task", "email"], "has no 'task'; it has app_of_calls:tasks"),
         (["app_of_calls:in_memory", "email"], "a memory:// mailbox lives and ends with one process"),
         (["sqlite:///jobs.db", "email"], "name the Tasks as MODULE:ATTR"),
-        (["email"], "name a mailbox"),
+        (["app.queue", "email"], "call: name the Tasks as MODULE:ATTR, as app.queue:tasks, not 'app.queue' alone"),
     ],
 )
 def test_wrong_use_is_one_line_that_says_what_to_do(tasks, words, says, capsys):

@@ -45,6 +45,22 @@ def test_the_defaults_hold_and_what_is_unknown_is_said(directory: Path) -> None:
     ) in ended.stdout
 
 
+def test_each_policy_of_tasks_has_a_line(directory: Path) -> None:
+    (directory / "policies.py").write_text(
+        "from mainspring import DeadLetterPolicy, LoopGroup, RetryPolicy, Tasks\n"
+        "tasks = Tasks('memory://policies', retry=RetryPolicy(1, 1, jitter='none'))\n"
+        "for name, most in (('a', 5), ('b', 3), ('c', 3)):\n"
+        "    async def work() -> None: ...\n"
+        "    tasks.task(name=name, dead_letter=DeadLetterPolicy(max_attempts=most))(work)\n"
+        "group = LoopGroup([tasks.loop()])\n"
+    )
+    lines = [line for line in run("check", "policies:group", cwd=directory).stdout.splitlines() if "failing" in line]
+    assert [line.partition(";")[0] for line in lines] == [
+        "policies: a failing call of a is tried 5 times over 4 s",
+        "policies: a failing call of b, c is tried 3 times over 2 s",
+    ]
+
+
 def test_callbacks_for_a_shutdown_are_not_missed_by_a_command_that_runs_nothing(directory: Path) -> None:
     with (directory / "app.py").open("a", encoding="utf-8") as app:
         app.write("from mainspring import ShutdownCoordinator\nShutdownCoordinator.install().register(print)\n")

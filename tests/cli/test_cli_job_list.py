@@ -337,6 +337,19 @@ def test_a_task_that_the_mailbox_has_no_trace_of_may_be_mistyped(url, ids, capsy
     assert called(capsys, "pause", url)[2] == ""
 
 
+def test_a_mistyped_task_of_a_tasks_is_refused_and_changes_nothing(url, ids, capsys, tmp_path, monkeypatch):
+    (tmp_path / "app_that_pauses.py").write_text(
+        f"from mainspring import Tasks\ntasks = Tasks({url!r})\n@tasks.task\nasync def deliver() -> None: ...\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    status, out, err = called(capsys, "pause", "app_that_pauses:tasks", "--task", "delivr")
+    assert (status, out) == (2, "")
+    assert "pause: there is no task 'delivr'; did you mean 'deliver'? there are: deliver" in err
+    assert "paused" not in called(capsys, "stats", url)[1]
+    for known in ("deliver", "bill"):  # of the program; of the store, as of a program before
+        assert called(capsys, "pause", "app_that_pauses:tasks", "--task", known)[0] == 0
+
+
 def test_stats_show_the_rates_of_tasks(url, capsys):
     tasks = Tasks(url)
 
@@ -353,7 +366,7 @@ def test_stats_show_the_rates_of_tasks(url, capsys):
     ("arguments", "says"),
     [
         (("jobs", "{url}", "more"), "takes a mailbox alone"),
-        (("jobs", "{url}", "--state", "waiting"), "one or several of scheduled"),
+        (("jobs", "{url}", "--state", "waiting"), "there is no such state; there are: scheduled"),
         (("jobs", "{url}", "--task", ""), "at least one character"),
         (("jobs", "{url}", "--after", "there"), "position of a job"),
         (("jobs", "{url}", "--since", "soon"), "no time ago"),

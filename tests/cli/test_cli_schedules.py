@@ -77,7 +77,7 @@ def test_schedules_are_paused_resumed_run_and_removed(url, capsys):
 def test_what_cannot_be_done_is_one_line_and_a_status(url, capsys):
     status, out, err = called(capsys, "schedules", "pause", url, "nope")
     assert (status, out) == (1, "")
-    assert "there is no schedule 'nope' in this mailbox" in err
+    assert "there is no schedule 'nope' in this mailbox; `mainspring schedules list`" in err
     assert len(err.splitlines()) == 1
     status, _, err = called(capsys, "schedules", "remove", url, "nightly")
     assert status == 1

@@ -35,7 +35,7 @@ def test_a_call_has_a_timeout_of_its_own(usual, in_chain):
             await until_done(tasks.mailbox, 300)
             assert lasted == [pytest.approx(2.5), pytest.approx(50)]
             (dead,) = await tasks.mailbox.dead_letters()
-            assert dead.error == "the handler ran longer than its handler_timeout of 2.5 s"
+            assert dead.error == "the handler ran longer than its timeout of 2.5 s"
 
     run_virtual(main)
 

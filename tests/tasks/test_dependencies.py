@@ -151,7 +151,7 @@ async def test_a_cancelled_run_closes_them(virtual_clock):
         await anyio.sleep(100)
 
     async with tasks, group_of(tasks):
-        with pytest.raises(RequestFailedError, match="handler_timeout"):
+        with pytest.raises(RequestFailedError, match="its timeout of 5 s"):
             await work.request()
     assert log[0] == "begin database"
     assert log[1].startswith("roll back: Cancelled")

@@ -522,6 +522,7 @@ def _refusal(match, **options):
         _refusal("task work: rate: Rate: limit must be a whole number from 1 to", rate="1000000001/s"),
         _refusal("task work: ordered needs key=, the name of a parameter or a function", ordered=True),
         _refusal("task work: key_rate needs key=", key_rate="5/s"),
+        _refusal("task work: key_rate: one rate holds for every key; a rate is", key_rate=lambda key: "5/s", key="key"),
         _refusal("task work: key_concurrency needs key=", key_concurrency=2),
         _refusal("task work: weight needs key=", weight=2),
         _refusal("task work: ordered must be True or False, 'running'", ordered="always", key="key"),

@@ -218,6 +218,7 @@ async def test_a_schedule_whose_task_is_unknown_here_is_left_to_other_workers():
     async with program.tasks:
         await program.tasks.schedules.add(Schedule("often", program.note, every=60))
         stranger = Tasks("memory://jobs")
+        stranger.task(name="another")(a_task)
         with anyio.move_on_after(200):
             await stranger.loop().run()
         assert await program.tasks.mailbox.approximate_count() == 0
@@ -373,8 +374,10 @@ def test_what_a_worker_does_not_tick_it_says_once(caplog):
         async with program.tasks:
             for number in range(20):
                 await program.tasks.schedules.add(Schedule(f"s{number}", program.note, every=60))
+            stranger = Tasks("memory://jobs")
+            stranger.task(name="another")(a_task)
             with anyio.move_on_after(200):
-                await Tasks("memory://jobs").loop().run()
+                await stranger.loop().run()
 
     with caplog.at_level(logging.WARNING, "mainspring.tasks"):
         run_virtual(run)

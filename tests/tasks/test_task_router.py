@@ -115,11 +115,24 @@ def test_a_router_is_included_once_and_as_a_whole():
         router.task(name="late")(other.fn)
     with pytest.raises(ConfigError, match=r"tasks\.include takes a TaskRouter, not <Tasks"):
         home.include(tasks)
+    with pytest.raises(ConfigError, match=r"include: the router 'mails' is included in .* already; include it once"):
+        home.include(router)
+
+
+async def test_a_loop_whose_tasks_are_on_a_router_that_is_included_nowhere_does_not_start(anyio_backend):
+    tasks = Tasks(InMemoryMailbox())
+    declared()
+    with pytest.raises(ConfigError, match=r"has no tasks: .* need tasks\.include\(router\)"):
+        await tasks.loop().run()
 
 
 @virtually
 async def test_nothing_is_included_while_a_loop_runs():
     tasks = Tasks(InMemoryMailbox())
+
+    @tasks.task
+    async def early() -> None: ...
+
     async with tasks, group_of(tasks):
         with pytest.raises(ConfigError, match=r"include: a loop of .* runs already; register tasks before"):
             tasks.include(TaskRouter())

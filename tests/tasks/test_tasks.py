@@ -650,6 +650,9 @@ async def test_a_body_that_is_no_call_is_refused_by_the_mailbox_of_tasks():
 async def test_a_task_is_not_registered_while_a_loop_runs():
     tasks = Tasks("memory://late")
 
+    @tasks.task
+    async def early() -> None: ...
+
     async with tasks, group_of(tasks):
         with pytest.raises(ConfigError, match="register tasks before"):
             tasks.task(test_a_task_is_not_registered_while_a_loop_runs)

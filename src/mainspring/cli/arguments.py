@@ -52,7 +52,9 @@ def typed(verb: str, task: Task[..., Any], arguments: Mapping[str, Any]) -> dict
         return dict(task.parameters.codec.decode(json.dumps(arguments).encode()))
     except SerializationError as error:
         why = str(error).rpartition(f"does not fit task {task.name}: ")[2]
-        quotes = "; a text that reads as JSON takes quotes of its own: NAME='\"5\"'" if "valid string" in why else ""
+        name = why.partition(": ")[0]
+        is_bare = name in arguments and "valid string" in why  # what is nested is JSON, and has quotes where it is text
+        quotes = f"; a text that reads as JSON takes quotes of its own: {name}='\"5\"'" if is_bare else ""
         raise UserError(f"{verb}: task {task.name}: {why}{quotes}") from None
 
 

@@ -11,10 +11,11 @@ import typer
 
 from mainspring.cli.arguments import named_values, typed
 from mainspring.cli.limits import say_paused
-from mainspring.cli.store import ENVIRONMENT, is_url, open_shared, target_and_words
-from mainspring.cli.target import load_attribute
+from mainspring.cli.store import ENVIRONMENT, is_url, no_such_task, open_shared, target_and_words
+from mainspring.cli.target import instead, load_attribute
 from mainspring.cli.user_errors import UserError, printable, say
 from mainspring.mailbox.jobs import outcome_of
+from mainspring.tasks.registry import NO_TASKS
 from mainspring.tasks.tasks import Tasks
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def call_task(words: Sequence[str], *, wait: float | None, as_json: bool, **opti
         raise UserError(f"call: name a task behind the tasks: {_names_of(tasks)}")
     task = tasks.registered.get(rest[0])
     if task is None:
-        raise UserError(f"call: there is no task {rest[0]!r:.100}; there are: {_names_of(tasks)}")
+        raise no_such_task("call", rest[0], sorted(tasks.registered))
     arguments = typed("call", task, named_values("call", rest[1:]))
     if wait is not None and not task.sending.result_ttl:
         options["result_ttl"] = KEPT
@@ -68,6 +69,8 @@ def _tasks_and_words(words: Sequence[str]) -> tuple[Tasks, list[str]]:
         tasks = _load(usual)
         if words[0] in tasks.registered:
             return tasks, list(words)
+    if words and ":" not in words[0] and not usual:
+        raise UserError(f"call: name the Tasks as MODULE:ATTR, as {words[0]:.100}:tasks, not {words[0]!r:.100} alone")
     target, rest = target_and_words(words)
     return _load(target), rest
 
@@ -77,9 +80,9 @@ def _load(target: str) -> Tasks:
         raise UserError(
             "call: name the Tasks as MODULE:ATTR, as app:tasks: it says which arguments a task takes, and a URL does not"
         )
-    tasks = load_attribute(target)
+    tasks = load_attribute(target, Tasks)
     if not isinstance(tasks, Tasks):
-        raise UserError(f"{target} is an object of type {type(tasks).__name__}; name a Tasks")
+        raise UserError(f"{target} is an object of type {type(tasks).__name__}; name a Tasks{instead(target, Tasks)}")
     if tasks.mailbox.address.startswith("memory:"):
         open_shared(tasks.mailbox.address)  # says why no worker would receive it
     tasks.import_modules()
@@ -87,4 +90,4 @@ def _load(target: str) -> Tasks:
 
 
 def _names_of(tasks: Tasks) -> str:
-    return ", ".join(sorted(tasks.registered)) or "none; register one with @tasks.task"
+    return ", ".join(sorted(tasks.registered)) or f"there are none: {NO_TASKS}"

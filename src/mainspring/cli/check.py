@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from mainspring.cli.limit_checks import limit_lines, limit_rules
+from mainspring.cli.limit_checks import limit_lines, limit_rules, retry_lines
 from mainspring.cli.target import load_group
 from mainspring.cli.user_errors import FAILED, UserError
-from mainspring.group.calibration import Rule, Timeouts, all_rules, retries, unjudged
+from mainspring.group.calibration import Rule, Timeouts, all_rules, unjudged
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,7 +30,7 @@ def check_target(
     loops = [replace(timeouts, **told) for timeouts in found]
     rules = [*all_rules(loops), *limit_rules(group)]
     broken = [rule for rule in rules if not rule.ok]
-    remarks = [*(retries(timeouts) for timeouts in loops), *limit_lines(group)]
+    remarks = [*retry_lines(group, loops), *limit_lines(group)]
     open_questions = list(dict.fromkeys(line for timeouts in loops for line in unjudged(timeouts)))
     if as_json:
         typer.echo(json.dumps(_as_json(target, rules, open_questions, loops), indent=2))

@@ -14,6 +14,7 @@ from mainspring.cli.limits import say_paused, waiting_tasks
 from mainspring.cli.store import know_tasks, mailbox_alone, with_mailbox
 from mainspring.cli.user_errors import FAILED, UserError, printable, say
 from mainspring.mailbox.job_list import UNFINISHED
+from mainspring.mailbox.jobs import JobState
 from mainspring.validation import counted
 
 if TYPE_CHECKING:
@@ -81,6 +82,9 @@ def purge_jobs(words: Sequence[str], filters: Mapping[str, Any], yes: bool, as_j
 
 
 def _given(filters: Mapping[str, Any]) -> dict[str, Any]:
+    for state in filters.get("state") or ():
+        if state not in tuple(JobState):
+            raise UserError(f"--state {state:.100}: there is no such state; there are: {', '.join(JobState)}")
     return {name: value for name, value in filters.items() if value is not None and value != []}
 
 

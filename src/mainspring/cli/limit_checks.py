@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from mainspring.group.calibration import Rule, seconds, span
+from mainspring.group.calibration import Rule, retries, seconds, span
 from mainspring.mailbox.limiters import Blocks
 from mainspring.tasks.runs import TaskHandlers
 from mainspring.validation import as_seconds, counted
@@ -13,6 +14,7 @@ from mainspring.worker.main_loop import MainLoop
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from mainspring.group.calibration import Timeouts
     from mainspring.group.group import LoopGroup
     from mainspring.policies import Rate
     from mainspring.tasks.task import Task
@@ -31,6 +33,28 @@ def limit_lines(group: LoopGroup) -> list[str]:
         if task.tasks.max_concurrency is not None
     }
     return [*whole.values(), *(_line(loop, task) for loop, task in _tasks(group) if task.handling.is_limited)]
+
+
+def retry_lines(group: LoopGroup, loops: list[Timeouts]) -> list[str]:
+    """Return a line for each loop, or for each of the policies by which its tasks are tried again."""
+    by_loop: dict[str, dict[Timeouts, list[str]]] = {timeouts.loop: {} for timeouts in loops}
+    known = {timeouts.loop: timeouts for timeouts in loops}
+    for loop, task in _tasks(group):
+        retry, dead_letter = task.handling.retry or loop.retry, task.handling.dead_letter or loop.dead_letter
+        own = replace(
+            known[loop.name],
+            max_attempts=dead_letter.max_attempts,
+            max_crashes=dead_letter.max_crashes,
+            horizon=retry.horizon(dead_letter.max_attempts),
+        )
+        by_loop[loop.name].setdefault(own, []).append(task.name)
+    lines: list[str] = []
+    for name, policies in by_loop.items():
+        if set(policies) <= {known[name]}:
+            lines.append(retries(known[name]))
+        else:
+            lines += [retries(own, f"call of {', '.join(names)}") for own, names in policies.items()]
+    return lines
 
 
 def _tasks(group: LoopGroup) -> list[tuple[MainLoop, Task[..., Any]]]:

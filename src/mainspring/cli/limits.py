@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from mainspring.cli.store import know_tasks, mailbox_and_ids, with_mailbox
+from mainspring.cli.store import know_tasks, mailbox_and_ids, no_such_task, tasks_named, with_mailbox
 from mainspring.cli.user_errors import UserError, printable, say
 from mainspring.mailbox.jobs import JobState
 from mainspring.mailbox.limiters import ALL_TASKS
@@ -30,7 +30,7 @@ def set_paused(words: Sequence[str], task: str | None, paused: bool, as_json: bo
     mailbox, rest = mailbox_and_ids(words)
     if rest:
         raise UserError(f"{verb}: takes a mailbox alone, not {' '.join(rest)!r:.100}; name a task with --task")
-    _change(mailbox, task, lambda opened: opened.pause(task) if paused else opened.resume(task))
+    _change(verb, words, mailbox, task, lambda opened: opened.pause(task) if paused else opened.resume(task))
     _tell(mailbox.name, task, "paused" if paused else "resumed", as_json)
     return 0
 
@@ -45,7 +45,7 @@ def set_concurrency(words: Sequence[str], task: str | None, as_json: bool) -> in
             " pause` lets none begin"
         )
     most = None if number == DECLARED else int(number)
-    _change(mailbox, task, lambda opened: opened.set_concurrency(most, task))
+    _change("concurrency", words, mailbox, task, lambda opened: opened.set_concurrency(most, task))
     _tell(mailbox.name, task, f"concurrency {number}", as_json)
     return 0
 
@@ -64,16 +64,30 @@ async def say_paused(mailbox: Mailbox[Any, Any], tasks: Collection[str | None]) 
             say(f"task {limits.task} is paused: its jobs begin after `mainspring resume --task {limits.task}`")
 
 
-def _change(mailbox: Mailbox[Any, Any], task: str | None, act: Callable[[Mailbox[Any, Any]], Awaitable[None]]) -> None:
-    """Change a limit. A line on standard error tells of a task that the mailbox has no trace of: it may be mistyped."""
+def _change(
+    verb: str,
+    words: Sequence[str],
+    mailbox: Mailbox[Any, Any],
+    task: str | None,
+    act: Callable[[Mailbox[Any, Any]], Awaitable[None]],
+) -> None:
+    """Change a limit. A task that neither the program nor the mailbox knows may be mistyped.
+
+    It is refused where the command names a Tasks. Else a line on standard error tells of it.
+    """
+    names = tasks_named(words) if task else []
 
     async def change(opened: Mailbox[Any, Any]) -> bool:
-        known = not task or await _is_known(opened, task)
-        await act(opened)
+        known = not task or task in names or await _is_known(opened, task)
+        if known or not names:
+            await act(opened)
         return known
 
     know_tasks(mailbox)
-    if not with_mailbox(mailbox, change):
+    known = with_mailbox(mailbox, change)
+    if task and names and not known:
+        raise no_such_task(verb, task, names)
+    if not known:
         say(f"no job or limit of a task {task!r:.100} is in {mailbox.name} now: check the name")
 
 

@@ -53,7 +53,11 @@ def change_schedules(words: Sequence[str], verb: str, as_json: bool) -> int:
             try:
                 outcome = await act(name)
                 outcomes[name] = DONE.get(verb) or f"sent {outcome}"
-            except (ScheduleNotFoundError, ConfigError) as error:
+            except ScheduleNotFoundError:
+                say(
+                    f"there is no schedule {name!r:.200} in this mailbox; `mainspring schedules list` shows those there are"
+                )
+            except ConfigError as error:
                 say(str(error))
         return outcomes
 

@@ -82,13 +82,40 @@ def _mailbox_of(target: str) -> Mailbox[Any, Any]:
     from mainspring.cli.target import load_attribute
     from mainspring.tasks.tasks import Tasks
 
-    found = load_attribute(target)
+    found = load_attribute(target, Tasks, Mailbox)
     mailbox = found.mailbox if isinstance(found, Tasks) else found
     if not isinstance(mailbox, Mailbox):
         raise UserError(
             f"{target} is an object of type {type(found).__name__}; name a Tasks, a Mailbox, or a mailbox URL"
         )
     return open_shared(mailbox.address) if mailbox.address.startswith("memory:") else mailbox
+
+
+def tasks_named(words: Sequence[str]) -> list[str]:
+    """Return the names of the tasks of a command's target, or none if that is a URL or a mailbox."""
+    target, _ = target_and_words(words)
+    if is_url(target):
+        return []
+    from mainspring.cli.target import load_attribute
+    from mainspring.tasks.tasks import Tasks
+
+    found = load_attribute(target, Tasks, Mailbox)
+    if not isinstance(found, Tasks):
+        return []
+    found.import_modules()
+    return sorted(found.registered)
+
+
+def no_such_task(verb: str, task: str, names: Sequence[str]) -> UserError:
+    """Return the error for a task that is not among those of these names."""
+    from difflib import get_close_matches
+
+    from mainspring.tasks.registry import NO_TASKS
+
+    close = get_close_matches(task[:200], names, 1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    there = f"there are: {', '.join(names)}" if names else f"there are none: {NO_TASKS}"
+    return UserError(f"{verb}: there is no task {task!r:.100}; {hint}{there}")
 
 
 def know_tasks(mailbox: Mailbox[Any, Any]) -> None:

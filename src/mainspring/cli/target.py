@@ -58,10 +58,19 @@ def load_builder(target: str) -> Callable[..., Any]:
     return build
 
 
-def load_attribute(target: str) -> Any:
-    """Import the module and return what it has under that name, whatever it is."""
+def load_attribute(target: str, *kinds: type) -> Any:
+    """Import the module and return what it has under that name, whatever it is.
+
+    ``kinds``: what the command takes, a LoopGroup if nothing is said. The error names what the module has of it.
+    """
     name, attribute = _split(target)
-    return _attribute(_import(name), attribute, target)
+    return _attribute(_import(name), attribute, target, kinds)
+
+
+def instead(target: str, *kinds: type) -> str:
+    """Return what the module of a loaded target has of these kinds, as the end of an error text."""
+    found = _named(sys.modules[target.partition(":")[0]], kinds)
+    return f"; it has {', '.join(found)}" if found else ""
 
 
 def _why_not_callable(fn: Any, *arguments: Any) -> str | None:
@@ -128,25 +137,30 @@ def _expect_no_shutdown() -> None:
         coordinator.expect_no_block()
 
 
-def _attribute(module: ModuleType, attribute: str, target: str) -> Any:
+def _attribute(module: ModuleType, attribute: str, target: str, kinds: tuple[type, ...]) -> Any:
     found: Any = module
     for part in attribute.split("."):
         try:
             found = getattr(found, part)
         except AttributeError:
-            raise UserError(f"{target}: {module.__name__} has no {part!r}; {_candidates(module)}") from None
+            raise UserError(f"{target}: {module.__name__} has no {part!r}; {_candidates(module, kinds)}") from None
         except Exception as error:  # a module or an object can compute its attributes
             raise UserError(f"{target}: {module.__name__} does not give {part!r}: {explain(error)}") from error
     return found
 
 
-def _candidates(module: ModuleType) -> str:
+def _candidates(module: ModuleType, kinds: tuple[type, ...]) -> str:
     from mainspring.group.group import LoopGroup
 
-    groups = [f"{module.__name__}:{name}" for name, value in vars(module).items() if isinstance(value, LoopGroup)]
-    if groups:
-        return f"it has {', '.join(groups)}"
+    if found := _named(module, kinds or (LoopGroup,)):
+        return f"it has {', '.join(found)}"
+    if kinds:
+        return f"define a {' or a '.join(kind.__name__ for kind in kinds)} there"
     return "define one there: group = LoopGroup([…])"
+
+
+def _named(module: ModuleType, kinds: tuple[type, ...]) -> list[str]:
+    return [f"{module.__name__}:{name}" for name, value in vars(module).items() if isinstance(value, kinds)]
 
 
 def _call(factory: Any, target: str) -> Any:

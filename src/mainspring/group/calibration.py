@@ -120,12 +120,12 @@ def all_rules(loops: Iterable[Timeouts]) -> list[Rule]:
     return list(dict.fromkeys(rule for timeouts in loops for rule in rules(timeouts)))
 
 
-def retries(timeouts: Timeouts) -> str:
-    """Say in one line for how long the loop retries a message that fails, and when it gives one up."""
+def retries(timeouts: Timeouts, what: str = "message") -> str:
+    """Say in one line for how long the loop retries a message that fails, and when it gives one up; ``what``: which one."""
     least, most = (span(value) for value in timeouts.horizon)
     over = f"over {least}" if least == most else f"over {least} to {most}"
     return (
-        f"{timeouts.loop}: a failing message is tried {counted(timeouts.max_attempts, 'time')} {over}; one whose worker dies"
+        f"{timeouts.loop}: a failing {what} is tried {counted(timeouts.max_attempts, 'time')} {over}; one whose worker dies"
         f" each time is delivered {counted(min(timeouts.max_crashes, timeouts.max_attempts), 'time')}; then it is a dead letter"
     )
 

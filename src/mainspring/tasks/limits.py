@@ -108,7 +108,8 @@ def _rate(what: str, rate: Any) -> Rate | None:
     try:
         return None if rate is None else Rate.of(rate)
     except ConfigError as error:
-        raise ConfigError(f"{what}: {error}") from None
+        one = "one rate holds for every key; " if callable(rate) and what.endswith("key_rate") else ""
+        raise ConfigError(f"{what}: {one}{error}") from None
 
 
 async def declare(tasks: Tasks) -> None:

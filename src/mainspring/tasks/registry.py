@@ -41,6 +41,13 @@ X = TypeVar("X")
 Y = TypeVar("Y")
 
 
+NO_TASKS = (
+    "register them with @tasks.task in a module that it imports or that Tasks(modules=) names; those of a TaskRouter need"
+    " tasks.include(router)"
+)
+"""What to do where a :class:`Tasks` has no tasks."""
+
+
 class _Decorator(Protocol):
     """What ``@tasks.task(…)`` returns: it takes the function."""
 

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any, Self
 
 import anyio
 
-from mainspring.errors import MailboxConnectionError, MailboxError, Retry, SerializationError
+from mainspring.errors import ConfigError, MailboxConnectionError, MailboxError, Retry, SerializationError
 from mainspring.mailbox import replies
 from mainspring.mailbox.records import CHAIN_PART
 from mainspring.tasks.batches import BatchItem, CallBatches, OpenBatches
 from mainspring.tasks.calls import TaskCall, is_call_of
 from mainspring.tasks.chain_runs import Recordings, chain_step
 from mainspring.tasks.limits import declare
+from mainspring.tasks.registry import NO_TASKS
 from mainspring.tasks.unique import latest_call
 from mainspring.worker.delivery import Phase
 from mainspring.worker.handler import Handler, Handlers, as_coroutine_function
@@ -83,10 +84,12 @@ class Pools:
     async def __aenter__(self) -> Self:
         """Import the modules of tasks, and open the pools of the tasks that are registered by then.
 
-        :raises ConfigError: a module cannot be imported, a function cannot run where its task says, or JSON cannot hold the
-            type of a parameter.
+        :raises ConfigError: no task is registered, a module cannot be imported, a function cannot run where its task says, or
+            JSON cannot hold the type of a parameter.
         """
         self._tasks.import_modules()
+        if not self._tasks.registered:  # each call would become a dead letter
+            raise ConfigError(f"the loop of {self._tasks.name!r} has no tasks: {NO_TASKS}")
         for task in self._tasks.registered.values():
             task.parameters.check_types()
         pools = {task.name: self._pool_of(task) for task in self._tasks.registered.values() if not task.is_async}
@@ -193,6 +196,7 @@ class TaskRuns:
             retry=how.retry or self._settings.retry,
             dead_letter=how.dead_letter or self._settings.dead_letter,
             handler_timeout=self._settings.handler_timeout if how.timeout is None else how.timeout,
+            timeout_option="timeout",
             wants_context=task.parameters.context is not None,
             in_thread=not task.is_async and how.batch is None,
         )

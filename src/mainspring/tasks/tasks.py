@@ -114,6 +114,10 @@ class Tasks(TaskRegistry):
         """
         if not isinstance(router, TaskRouter):
             raise ConfigError(f"tasks.include takes a TaskRouter, not {router!r:.200}")
+        if any(self.registered.get(name) is task for name, task in router.registered.items()):
+            raise ConfigError(
+                f"include: the router {router.name!r} is included in {self.name!r} already; include it once"
+            )
         for name in router.registered:
             self._check_name(name)
         self._check_open("include")
@@ -200,8 +204,8 @@ class Tasks(TaskRegistry):
     ) -> MainLoop:
         """Return a loop that runs the calls, for a LoopGroup; see :class:`MainLoop` for the parameters.
 
-        It runs each task that is registered by the time it starts. Then the loop fails with :class:`ConfigError` where JSON
-        cannot hold the type of one's parameter.
+        It runs each task that is registered by the time it starts. Then the loop fails with :class:`ConfigError` where none is,
+        or where JSON cannot hold the type of one's parameter.
         """
         return MainLoop(
             self.mailbox,

@@ -239,9 +239,9 @@ class Delivery:
         """Return the error of a message whose deadline has passed."""
         return DeadlineExceededError(f"the deadline of the message, {due}, passed before it was done")
 
-    def timed_out(self, seconds: float) -> HandlerTimeoutError:
-        """Return the error of a handler that ``handler_timeout`` has cancelled."""
-        return HandlerTimeoutError(f"the handler ran longer than its handler_timeout of {seconds:g} s")
+    def timed_out(self, seconds: float, option: str) -> HandlerTimeoutError:
+        """Return the error of a handler that its timeout has cancelled; ``option`` is what the option is called."""
+        return HandlerTimeoutError(f"the handler ran longer than its {option} of {seconds:g} s")
 
 
 ALREADY_DONE: Final = object()
@@ -490,7 +490,9 @@ class HandlerRuns:
             late.__cause__ = error
             return after_deadline(late)
         if cause is Cause.TIMEOUT:
-            verdict = delivery.timed_out(timeout_of(delivery.message.headers, self._timeout) or 0.0)
+            seconds = timeout_of(delivery.message.headers, None)  # that of the call
+            option = self._settings.timeout_option if seconds is None else "timeout"
+            verdict = delivery.timed_out(seconds or self._timeout or 0.0, option)
         elif cause is Cause.STALLED and delivery.error is not None:
             verdict = delivery.error
         if verdict is not error:

@@ -19,6 +19,8 @@ class WorkerSettings(NamedTuple):
     dead_letter: DeadLetterPolicy = DeadLetterPolicy()
     lease: LeasePolicy = LeasePolicy()
     handler_timeout: float | None = None
+    timeout_option: str = "handler_timeout"
+    """What the option is called that gave the timeout, for error texts."""
     wants_context: bool = False
     in_thread: bool = False
     before: Callable[[], Coroutine[Any, Any, None]] | None = None
