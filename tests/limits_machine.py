@@ -196,3 +196,49 @@ class LimitsMachine(RuleBasedStateMachine):
             self.queue.acknowledge(self.queue.claim(10, self.now, math.inf), self.now)
             self.queue.purge_dead(None, self.now)
         assert self.queue.waiting == 0, f"{self.queue.counts(self.now)} are left, of {self.queue.limits.states(0)}"
+
+
+class AliasMachine(RuleBasedStateMachine):
+    """Sends calls of an ordered task by an alias that is ordered too: those of a key run in the order of the sends."""
+
+    deliveries = Bundle("deliveries")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue: Any = self.new_queue()
+        self.sent = 0
+        self.unfinished: dict[str, list[str]] = {"a": [], "b": []}
+        for task in TASKS:
+            limits = TaskLimits(key_concurrency=1, blocks=Blocks.RETRY)
+            self.queue.limits.change([LimitChange(task, limits)], 1.0)
+
+    def new_queue(self) -> Any:
+        """Return the queue, with the methods of :class:`MemoryQueue`."""
+        raise NotImplementedError
+
+    @rule(key=st.sampled_from([None, "a", "b"]), weight=st.sampled_from([1.0, 3.0]))
+    def send(self, key: str | None, weight: float) -> None:
+        self.sent += 1
+        task = None if key is None else "u"
+        name = f"m{self.sent}"
+        self.queue.put([Envelope(name, b"{}", 0.0, None, None, 0, {}, None, task, key, weight)], 1.0)
+        if key is not None:
+            self.unfinished[key].append(name)
+
+    @rule(target=deliveries, most=st.integers(1, 3))
+    def claim(self, most: int) -> object:
+        claimed = self.queue.claim(most, 1.0, math.inf)
+        for each in claimed:
+            assert each.task != "t" or each.message_id == self.unfinished[each.key][0]
+        return multiple(*claimed)
+
+    @rule(delivery=consumes(deliveries), is_released=st.booleans())
+    def go_on(self, delivery: Any, is_released: bool) -> None:
+        if is_released:
+            self.queue.nack(delivery, 1.0, Nack(charge=False, front=True))
+        elif delivery.task == "u":
+            assert self.queue.set_task(delivery, 1.0, "t")
+        else:
+            assert not self.queue.acknowledge([delivery], 1.0)
+            if delivery.task is not None:
+                self.unfinished[delivery.key].remove(delivery.message_id)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import invariant
 
-from limits_machine import LimitsMachine
+from limits_machine import AliasMachine, LimitsMachine
 from mainspring.mailbox.memory.queue import MemoryQueue
 
 pytestmark = pytest.mark.slow
@@ -30,3 +30,14 @@ class MemoryLimitsMachine(LimitsMachine):
 
 TestLimits = MemoryLimitsMachine.TestCase
 TestLimits.settings = settings(max_examples=300, stateful_step_count=60, deadline=None)
+
+
+class MemoryAliasMachine(AliasMachine):
+    """The machine of aliases, on the in-memory queue."""
+
+    def new_queue(self) -> MemoryQueue:
+        return MemoryQueue()
+
+
+TestAliases = MemoryAliasMachine.TestCase
+TestAliases.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)

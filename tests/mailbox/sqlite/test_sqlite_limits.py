@@ -15,7 +15,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import invariant
 
-from limits_machine import LimitsMachine
+from limits_machine import AliasMachine, LimitsMachine
 from mainspring.errors import MailboxError
 from mainspring.mailbox import batched
 from mainspring.mailbox.job_commands import ChangeLimits, ListLimits, Reschedule, SetTask
@@ -150,6 +150,18 @@ class StoredLimitsMachine(LimitsMachine):
 TestStoredLimits = StoredLimitsMachine.TestCase
 TestStoredLimits.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
 TestStoredLimits.pytestmark = [pytest.mark.slow]
+
+
+class StoredAliasMachine(AliasMachine):
+    """The machine of aliases, on the tables of a mailbox file."""
+
+    def new_queue(self) -> StoredQueue:
+        return StoredQueue()
+
+
+TestStoredAliases = StoredAliasMachine.TestCase
+TestStoredAliases.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestStoredAliases.pytestmark = [pytest.mark.slow]
 
 
 async def send(mailbox, *bodies, task="t", key=None):
