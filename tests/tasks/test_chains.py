@@ -39,7 +39,7 @@ from mainspring.errors import (
     MailboxConnectionError,
     SerializationError,
 )
-from mainspring.mailbox.message import Counts
+from mainspring.mailbox.message import CancelOutcome, Counts
 from mainspring.mailbox.records import RecordWrite
 from mainspring.testing import run_virtual
 from stores import KINDS, on
@@ -575,7 +575,8 @@ def test_middleware_is_entered_for_the_send_of_a_chain():
     assert seen == ["acme"] * 3
 
 
-def test_a_chain_is_cancelled_as_a_whole():
+@pytest.mark.parametrize("by_id", [False, True], ids=["chain", "job"])
+def test_a_chain_is_cancelled_as_a_whole(by_id):
     async def main():
         tasks = Tasks(InMemoryMailbox())
         ran, cancelled = [], []
@@ -596,8 +597,9 @@ def test_a_chain_is_cancelled_as_a_whole():
         async with group_of(tasks, concurrency=2):
             job = await work.map(range(9), concurrency=4, then=then.s()).send()
             await anyio.sleep(1)
-            assert await job.cancel()
-            assert not await job.cancel()
+            handle = tasks.job(job.id) if by_id else job
+            assert await handle.cancel() == (CancelOutcome.CANCELLED if by_id else True)
+            assert await handle.cancel() == (CancelOutcome.UNKNOWN if by_id else False)
             with pytest.raises(RequestCancelledError, match="was cancelled"):
                 await job.result()
             await anyio.sleep(500)

@@ -144,19 +144,12 @@ def cancel_jobs(words: Sequence[str], as_json: bool) -> int:
     """End jobs before they are done. The status is 1 where one is not unfinished."""
 
     async def cancel(tasks: Tasks, job_id: str) -> str:
-        outcome = await tasks.mailbox.cancel(job_id)
-        if outcome is CancelOutcome.UNKNOWN and not await _cancel_chain(tasks, job_id):
+        outcome = await tasks.job(job_id).cancel()
+        if outcome is CancelOutcome.UNKNOWN:
             raise JobNotFoundError(f"job {job_id}: no such message is scheduled, pending or running")
-        return CancelOutcome.CANCELLED if outcome is CancelOutcome.UNKNOWN else outcome
+        return outcome
 
     return _for_each(words, "cancel", cancel, as_json)
-
-
-async def _cancel_chain(tasks: Tasks, chain_id: str) -> bool:
-    try:
-        return tasks.mailbox.capabilities.records and await tasks.chain_job(chain_id).cancel()
-    except JobNotFoundError:
-        return False
 
 
 def reschedule_jobs(words: Sequence[str], delay: float | None, at: datetime | None, as_json: bool, *, verb: str) -> int:

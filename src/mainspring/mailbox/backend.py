@@ -115,6 +115,24 @@ class Capabilities:
     """The event loops that the backend's driver runs on."""
 
 
+SHARED_STORE = Capabilities(
+    durable=True,
+    cross_process=True,
+    ordered=True,
+    joined_acks=True,
+    records=True,
+    lookup=True,
+    reschedule=True,
+    listing=True,
+    edit=True,
+    limits=True,
+    pause=True,
+    concurrency=True,
+    queue_age=True,
+)
+"""What a durable store can do that processes share, and that finds messages by id, task, key and date."""
+
+
 def check_changes(name: str, capabilities: Capabilities, changes: Sequence[LimitChange]) -> None:
     """Raise :class:`ConfigError` for a change of limits that a backend cannot make, with the backends that can."""
     from mainspring.mailbox.limiters import ALL_TASKS  # late: only what changes limits needs it

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from mainspring.errors import JobNotFoundError
 from mainspring.mailbox.limits import check_seconds, delay_of
+from mainspring.mailbox.message import CancelOutcome
 from mainspring.tasks.calls import TaskCall
 from mainspring.validation import MAX_DELAY
 
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from mainspring.mailbox.jobs import JobProgress, JobStatus
-    from mainspring.mailbox.message import CancelOutcome
     from mainspring.tasks.chain_runs import ChainOutcome
     from mainspring.tasks.tasks import Tasks
     from mainspring.validation import Seconds
@@ -113,8 +113,15 @@ class Job(Generic[R]):
         return await find_chain(self._tasks.mailbox, self.id)
 
     async def cancel(self) -> CancelOutcome:
-        """End it before it is done, as :meth:`Mailbox.cancel` does: what waits is removed, a running function is cancelled."""
-        return await self._tasks.mailbox.cancel(self.id)
+        """End it before it is done, as :meth:`Mailbox.cancel` does: what waits is removed, a running function is cancelled.
+
+        By the id of a chain it ends the chain, as :meth:`ChainJob.cancel` does, and returns ``CANCELLED``.
+        """
+        outcome = await self._tasks.mailbox.cancel(self.id)
+        if outcome is CancelOutcome.UNKNOWN and await self._chain() is not None:
+            has_ended = await self._tasks.chain_job(self.id).cancel()
+            return CancelOutcome.CANCELLED if has_ended else outcome
+        return outcome
 
     async def reschedule(self, when: datetime | Seconds) -> None:
         """Let it begin at ``when``: a datetime with a time zone, or the seconds (or a timedelta) from now.

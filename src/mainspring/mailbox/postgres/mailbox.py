@@ -13,7 +13,7 @@ import anyio
 
 from mainspring.errors import InvalidParameterError, MainspringError
 from mainspring.mailbox import batched
-from mainspring.mailbox.backend import TRANSIENT, Capabilities, MailboxStatistics
+from mainspring.mailbox.backend import SHARED_STORE, TRANSIENT, MailboxStatistics
 from mainspring.mailbox.batched import AcknowledgeMany, BatchedBackend, Batcher, Command, Waiters
 from mainspring.mailbox.codec import headers_of
 from mainspring.mailbox.job_commands import SetTask, WriteRecord
@@ -229,23 +229,7 @@ class PostgresBackend(BatchedBackend):
     """
 
     _pool: SharedPool
-    capabilities = Capabilities(
-        durable=True,
-        cross_process=True,
-        transactions=True,
-        ordered=True,
-        joined_acks=True,
-        records=True,
-        lookup=True,
-        reschedule=True,
-        listing=True,
-        edit=True,
-        limits=True,
-        pause=True,
-        concurrency=True,
-        queue_age=True,
-        async_backends=frozenset({"asyncio"}),
-    )
+    capabilities = replace(SHARED_STORE, transactions=True, async_backends=frozenset({"asyncio"}))
 
     def __init__(self, conninfo: str, options: PostgresOptions) -> None:
         super().__init__(options.name, options.capacity)

@@ -11,7 +11,7 @@ from urllib.parse import quote
 from mainspring.core.loggers import Logger
 from mainspring.errors import ConfigError, InvalidParameterError, MailboxConnectionError, MainspringError
 from mainspring.mailbox import batched
-from mainspring.mailbox.backend import Capabilities, MailboxStatistics
+from mainspring.mailbox.backend import SHARED_STORE, MailboxStatistics
 from mainspring.mailbox.batched import AcknowledgeMany, BatchedBackend, Batcher
 from mainspring.mailbox.job_commands import (
     ChangeLimits,
@@ -159,21 +159,7 @@ class RedisBackend(BatchedBackend):
     waiters: RedisWaiters
     _shared: SharedServer
 
-    capabilities = Capabilities(
-        durable=True,
-        cross_process=True,
-        ordered=True,
-        joined_acks=True,
-        records=True,
-        lookup=True,
-        reschedule=True,
-        listing=True,
-        edit=True,
-        limits=True,
-        pause=True,
-        concurrency=True,
-        queue_age=True,
-    )
+    capabilities = SHARED_STORE
 
     def __init__(self, server: RedisServer, options: RedisOptions) -> None:
         super().__init__(options.name, options.capacity)

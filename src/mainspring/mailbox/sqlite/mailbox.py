@@ -16,7 +16,7 @@ from mainspring.core import clock
 from mainspring.core.process import event_loop
 from mainspring.errors import ConfigError, MainspringError
 from mainspring.mailbox import batched
-from mainspring.mailbox.backend import TRANSIENT, TRANSIENT_LIFE, Capabilities, MailboxStatistics
+from mainspring.mailbox.backend import SHARED_STORE, TRANSIENT, TRANSIENT_LIFE, MailboxStatistics
 from mainspring.mailbox.batched import Batcher, Command
 from mainspring.mailbox.job_commands import (
     ChangeLimits,
@@ -148,21 +148,7 @@ class SQLiteOptions(Options):
 class SQLiteBackend(batched.BatchedBackend):
     """A queue in the file at ``path``."""
 
-    capabilities = Capabilities(
-        durable=True,
-        cross_process=True,
-        ordered=True,
-        joined_acks=True,
-        records=True,
-        lookup=True,
-        reschedule=True,
-        listing=True,
-        edit=True,
-        limits=True,
-        pause=True,
-        concurrency=True,
-        queue_age=True,
-    )
+    capabilities = SHARED_STORE
     waiters: SQLiteWaiters
 
     def __init__(self, path: str, options: SQLiteOptions) -> None:
