@@ -500,7 +500,9 @@ async def test_limits_hold_inside_of_override():
 
 
 def _refusal(match, **options):
-    return pytest.param(options, match, id=" ".join(f"{name}={value}" for name, value in options.items()))
+    return pytest.param(
+        options, match, id=" ".join(f"{name}={getattr(value, '__name__', value)}" for name, value in options.items())
+    )
 
 
 @pytest.mark.parametrize(
