@@ -57,7 +57,7 @@ def test_the_command_of_the_image_runs_and_ends_clean(session: Session, tmp_path
     (tmp_path / "mailing.py").write_text(session.with_free_ports(last("mailing.py")))
     page = tmp_path / "page.md"
     page.write_text(
-        f"```console\n$ {' '.join(command)}\n...\n…deliver: running…\n^C\n...\n…ended with exit status 0…\n"
+        f"```console\n$ {' '.join(command)}\n...\n…mailings: running…\n^C\n...\n…ended with exit status 0…\n"
         "...\n$ echo $?\n0\n```\n"
     )
     for block in blocks_of(page):
