@@ -25,7 +25,7 @@ class MemoryLimitsMachine(LimitsMachine):
             assert state.waiting >= 0
         for task in self.queue.limits.tasks.values():
             for queue in (task.own, *task.keys.values()):
-                assert 0 <= queue.limiter.unclaimed <= queue.limiter.used
+                assert 0 <= queue.unclaimed <= queue.used
 
 
 TestLimits = MemoryLimitsMachine.TestCase

@@ -610,7 +610,7 @@ async def test_a_call_that_waits_for_its_turn_ends_in_the_time_of_one(place):
             calls = [*[partial(mailbox.send, "x") for _ in range(40)], *[mailbox.purge for _ in range(200)]]
             with anyio.fail_after(20):  # of 20 turns of 2 s
                 results = await outcomes(*calls)
-        assert {type(result) for result in results} == {MailboxConnectionError}
+        assert all(isinstance(result, MailboxConnectionError) for result in results)
         assert await mailbox.send("y")
 
 
