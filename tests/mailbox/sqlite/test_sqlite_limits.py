@@ -19,7 +19,7 @@ from limits_machine import AliasMachine, LimitsMachine
 from mainspring.errors import MailboxError
 from mainspring.mailbox import batched
 from mainspring.mailbox.job_commands import ChangeLimits, ListLimits, Reschedule, SetTask
-from mainspring.mailbox.limiters import ALL_TASKS, LimitChange, TaskLimits
+from mainspring.mailbox.limiters import ALL_TASKS, Blocks, LimitChange, TaskLimits
 from mainspring.mailbox.sqlite import schema as sql
 from mainspring.mailbox.sqlite.limits import AT_ONCE, KEY, TASK, KnownLimits
 from mainspring.mailbox.sqlite.mailbox import SQLiteMailbox
@@ -150,6 +150,16 @@ class StoredLimitsMachine(LimitsMachine):
 TestStoredLimits = StoredLimitsMachine.TestCase
 TestStoredLimits.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
 TestStoredLimits.pytestmark = [pytest.mark.slow]
+
+
+def test_a_message_that_gets_its_permits_during_a_claim_takes_no_place_of_another():
+    """It is older than the limits, and comes into the line before a message that the claim has found already."""
+    machine = StoredLimitsMachine()
+    machine.send("u", "b", 1.0, 0, 0.0, None)
+    machine.send(None, None, 1.0, 0, 0.0, None)
+    machine.limit("u", 2, Rate(1), None, Rate(1, 2), Blocks.RUNNING)
+    assert len(machine.claim(3, 30.0).values) == 2
+    machine.the_tables_agree()
 
 
 class StoredAliasMachine(AliasMachine):

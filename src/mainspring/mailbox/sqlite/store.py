@@ -234,16 +234,23 @@ def _lease(work: UnitOfWork, mailbox: int, limit: int, visibility: float) -> lis
     """Lease what comes first."""
     wall = work.wall
     limits = work.limits if work.limits is not None and work.limits.of_mailbox(mailbox) else None
-    rows = _first_ready(work, mailbox, limit) if limits is None else _first_admitted(work, limits, mailbox, limit)
+    are_first = True
+    if limits is None:
+        rows = _first_ready(work, mailbox, limit)
+    else:
+        rows, are_first = _first_admitted(work, limits, mailbox, limit)
     if not rows:
         work.counts(mailbox)  # which tells the receivers of one that is gone
         return []
     until = work.boot + visibility
     lease = work.tick
     found = len(rows)
-    work.execute(sql.LEASE_FIRST, (lease, until, wall, mailbox, found))
-    work.execute(sql.TAKE_UP_TO, (mailbox, *rows[-1][:3]))
-    if work.changes() != found:  # some places were those of no message, and have leases that belong to others
+    if are_first:
+        work.execute(sql.LEASE_FIRST, (lease, until, wall, mailbox, found))
+        work.execute(sql.TAKE_UP_TO, (mailbox, *rows[-1][:3]))
+    else:
+        work.many(sql.FORGET_READY, [(mailbox, *row[:3]) for row in rows])
+    if not are_first or work.changes() != found:  # or places were of no message, and have leases that belong to others
         work.execute(sql.DROP_LEASES_FROM, (lease, mailbox))
         places = [
             (lease + at, mailbox, row[2], row[1], until, wall, None if limits is None else row[-2])
@@ -285,25 +292,35 @@ def _first_ready(work: UnitOfWork, mailbox: int, limit: int, statement: str = sq
     return rows
 
 
-def _first_admitted(work: UnitOfWork, limits: WorkLimits, mailbox: int, limit: int) -> list[tuple[Any, ...]]:
-    """Return the first messages that may be claimed. Earlier messages that may not be claimed go back to their limiters."""
+def _first_admitted(
+    work: UnitOfWork, limits: WorkLimits, mailbox: int, limit: int
+) -> tuple[list[tuple[Any, ...]], bool]:
+    """Return the first messages that may be claimed, and whether they are the first in line.
+
+    Earlier messages that may not be claimed go back to their limiters. One of them may have its permits at once, and is then in
+    line before messages that were admitted meanwhile.
+    """
     limit = limits.room(mailbox, limit)
     admitted: dict[int, tuple[Any, ...]] = {}
-    is_short = limit > 0
-    while is_short:
+    are_first = False
+    while len(admitted) < limit and not are_first:
         rows = _first_ready(work, mailbox, limit, sql.FIRST_LIMITED)
         calls = [Limitable.of(row[-4], row[-3], None, row[-2]) for row in rows]
         limits.read_to_admit(mailbox, calls)
-        is_short = False
+        are_first = True
         for row, call in zip(rows, calls, strict=True):
             rank, pos, seq, *_ = row
-            is_admitted = seq in admitted or limits.admit(mailbox, rank, pos, seq, call)
-            if is_admitted is None:
-                return list(admitted.values())
+            is_admitted = seq in admitted or (len(admitted) < limit and limits.admit(mailbox, rank, pos, seq, call))
             if is_admitted:
                 admitted[seq] = row
-            is_short = is_short or not is_admitted
-    return list(admitted.values())
+            are_first = are_first and bool(is_admitted)
+            if is_admitted is None:
+                return sorted(admitted.values(), key=_place), False
+    return sorted(admitted.values(), key=_place), are_first
+
+
+def _place(row: tuple[Any, ...]) -> tuple[Any, ...]:
+    return row[:3]
 
 
 def _unclaim(work: UnitOfWork, commands: list[batched.Unclaim]) -> None:
