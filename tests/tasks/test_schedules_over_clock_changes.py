@@ -19,7 +19,7 @@ BERLIN, NEW_YORK, LORD_HOWE = "Europe/Berlin", "America/New_York", "Australia/Lo
 
 
 async def stopped_fleet(line, zone, stops, hours, misfire):
-    """A worker that ends at a local time, and another one so many hours later. Return the local times of the second's ticks."""
+    """A worker that ends at a local time, and another one some hours later. Return the local times of the second's ticks."""
     ends = datetime.fromisoformat(stops).replace(tzinfo=ZoneInfo(zone))
     clock, notes = VirtualClock(), []
     clock.advance((ends - timedelta(minutes=5) - EPOCH).total_seconds())

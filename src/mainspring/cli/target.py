@@ -59,7 +59,7 @@ def load_builder(target: str) -> Callable[..., Any]:
 
 
 def load_attribute(target: str, *kinds: type) -> Any:
-    """Import the module and return what it has under that name, whatever it is.
+    """Import the module and return what it has under that name, of any type.
 
     ``kinds``: what the command takes, a LoopGroup if nothing is said. The error names what the module has of it.
     """

@@ -57,7 +57,7 @@ class Chunk:
 
 @pytest.fixture
 def compiled(redis_url):
-    """A function that has the server compile a text, and one that returns the globals that it does not define."""
+    """A function that has the server compile a text, and a function that returns the globals that it does not define."""
     with place(redis_url) as here:
 
         def undefined(chunk):

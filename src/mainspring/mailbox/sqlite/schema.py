@@ -558,4 +558,4 @@ TOGETHER = {
     one: one + f", ({', '.join('?' * one.count('?'))})" * (ROWS_AT_ONCE - 1)
     for one in (ADD_MESSAGE, ADD_CALL, ADD_READY, ADD_WAITING, WRITE_LIMITER)
 }
-"""Statements that insert a row, with those that insert :data:`ROWS_AT_ONCE` rows."""
+"""Statements that insert a row, each with the statement that inserts :data:`ROWS_AT_ONCE` rows."""

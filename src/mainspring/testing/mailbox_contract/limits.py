@@ -637,7 +637,7 @@ async def a_message_in_flight_gets_another_task(h: Harness, box: AnyMailbox) -> 
 
 @on_mailbox("limits")
 async def messages_that_get_another_task_keep_the_order_of_their_key(h: Harness, box: AnyMailbox) -> None:
-    """Later messages of a key wait behind those that got another task before, whatever comes back to the front of the line."""
+    """Later messages of a key wait behind messages that got another task before, also after a return to the front."""
     for task in ("t", "old"):
         await _limit(box, task, key_concurrency=1, blocks=Blocks.RETRY)
     await box.send("first in line")
