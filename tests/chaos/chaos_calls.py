@@ -59,6 +59,10 @@ class Due:
         """Whether a call at that time must be of one of these ticks."""
         return self.end is not None and at > self.first - self.period / 2
 
+    def after(self, ticks: int) -> float:
+        """When the next tick is due after that number of them, within half a second."""
+        return self.first + ticks * self.period - 0.5
+
     @property
     def ticks(self) -> Iterator[float]:
         """The times of the ticks."""

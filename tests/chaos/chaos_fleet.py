@@ -394,20 +394,23 @@ class Fleet:
             self.history.hung.append(f"schedules were not declared in {START:g} s: {', '.join(sorted(missing))}")
 
     async def _pause_schedules(self) -> None:
-        """Pause all, once they have caught up with what was missed. Each tick before the next one has to have a call."""
+        """Pause all, once they have ticked twice and have caught up. Each tick before the next one has to have a call."""
+        due = self.history.due
         async with self._tasks() as tasks:
             with anyio.move_on_after(START) as caught_up:
                 while any(
-                    found.next_at is None or found.next_at.timestamp() < time.time() - 1
+                    found.next_at is None
+                    or found.next_at.timestamp() < max(time.time() - 1, due[found.name].after(2))
                     for found in await tasks.schedules.list()
+                    if found.name in due
                 ):
                     await anyio.sleep(0.1)
             if caught_up.cancelled_caught:
                 self.history.hung.append(f"schedules did not tick any more: {await tasks.schedules.list()}")
-            for name, due in self.history.due.items():
+            for name, ticks in due.items():
                 paused = await tasks.schedules.pause(name)
                 assert paused.next_at is not None
-                due.end = paused.next_at.timestamp()
+                ticks.end = paused.next_at.timestamp()
 
     def _direct(self, name: str) -> str:
         """The URL of a mailbox, past the proxy."""

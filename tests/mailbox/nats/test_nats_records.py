@@ -210,8 +210,8 @@ async def test_a_message_of_a_writer_that_died_is_not_sent_again_once_it_has_lef
     """Not even where the server has forgotten that it took the message."""
     line = await here.line()
     names = here.names()
+    await here.make_all()
     async with here.box() as other:
-        await here.make_all()
         for stream in (names.queue, names.delayed):
             await here.server.limit(stream, duplicate_window=100_000_000)
         async with here.box(over=line) as box:
