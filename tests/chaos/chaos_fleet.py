@@ -399,8 +399,7 @@ class Fleet:
         async with self._tasks() as tasks:
             with anyio.move_on_after(START) as caught_up:
                 while any(
-                    found.next_at is None
-                    or found.next_at.timestamp() < max(time.time() - 1, due[found.name].after(2))
+                    found.next_at is None or found.next_at.timestamp() < max(time.time() - 1, due[found.name].after(2))
                     for found in await tasks.schedules.list()
                     if found.name in due
                 ):
