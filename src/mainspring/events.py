@@ -17,7 +17,7 @@ from mainspring.core.dispatcher import Tally as Tally  # noqa: PLC0414
 if TYPE_CHECKING:
     from datetime import datetime
 
-    from mainspring.core.state_machine import GroupState, ServiceState
+    from mainspring.core.state_machine import GroupState, OrchestratorState, ServiceState
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -280,3 +280,102 @@ class CalibrationWarning(Event):
 
     group: str
     text: str
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class OrchestratorStateChanged(Event):
+    """An orchestrator of services moved to another state; ``seconds`` is how long the old one lasted."""
+
+    orchestrator: str
+    old: OrchestratorState
+    new: OrchestratorState
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class ServiceStateChanged(Event):
+    """A replica of a service moved to another state; ``seconds`` is how long the old one lasted. Replicas count from 1."""
+
+    service: str
+    replica: int
+    old: ServiceState
+    new: ServiceState
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class ServiceProcessStarted(Event):
+    """A process of a service was started. It need not be ready."""
+
+    service: str
+    replica: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class ServiceProcessEnded(Event):
+    """A process of a service has ended, and nothing is left of it.
+
+    ``ending`` says how, as ``"exit status 1"`` or ``"killed by SIGKILL"``. ``restart_in``: seconds until another one is
+    started; None where the replica stays down. ``told``: the supervisor had told it to end. ``restarts``: how many in a row
+    this restart makes.
+    """
+
+    service: str
+    replica: int
+    pid: int
+    ending: str
+    status: int
+    restart_in: float | None
+    told: bool
+    restarts: int
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class ServiceStartFailed(Event):
+    """A process of a service could not be started, or has not become ready in time; ``restart_in`` as in the event before."""
+
+    service: str
+    replica: int
+    error: str
+    restart_in: float | None
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class ServiceGivenUp(Event):
+    """A replica of a service cannot be kept running, and stays down."""
+
+    service: str
+    replica: int
+    reason: str
+    core: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class ProbeChanged(Event):
+    """The probe of a replica has changed its answer: ``error`` is None where it passes."""
+
+    service: str
+    replica: int
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class HookFailed(Event):
+    """A hook of a service has failed, or took too long; ``aborts`` says whether that aborts what was about to happen."""
+
+    service: str
+    replica: int
+    moment: str
+    error: str
+    aborts: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class ServiceOutput(Event):
+    """A line that a process of a service has written to its standard output or standard error."""
+
+    service: str
+    replica: int
+    stream: str
+    line: str

@@ -31,6 +31,18 @@ class ServiceState(StrEnum):
     RESTARTING = "restarting"
 
 
+class OrchestratorState(StrEnum):
+    """Life of an orchestrator: Ready once all core services have started, Running while all services are well."""
+
+    UNINITIALIZED = "uninitialized"
+    INITIALIZING = "initializing"
+    READY = "ready"
+    RUNNING = "running"
+    DEGRADED = "degraded"
+    SHUTTING_DOWN = "shutting down"
+    TERMINATED = "terminated"
+
+
 class GroupState(StrEnum):
     """Life of a LoopGroup's run: the phases of its shutdown are states of their own."""
 
@@ -61,7 +73,7 @@ class LoopThreadState(StrEnum):
 S = TypeVar("S", bound=StrEnum)
 Table = dict[S, frozenset[S]]
 
-_M, _S, _G = MailboxState, ServiceState, GroupState
+_M, _S, _O, _G = MailboxState, ServiceState, OrchestratorState, GroupState
 
 MAILBOX: Table[MailboxState] = {
     _M.UNOPENED: frozenset({_M.OPEN, _M.CLOSED}),
@@ -77,6 +89,16 @@ SERVICE: Table[ServiceState] = {
     _S.RESTARTING: frozenset({_S.STARTING, _S.STOPPING}),
     _S.STOPPING: frozenset({_S.STOPPED}),
     _S.STOPPED: frozenset(),
+}
+
+ORCHESTRATOR: Table[OrchestratorState] = {
+    _O.UNINITIALIZED: frozenset({_O.INITIALIZING, _O.SHUTTING_DOWN}),
+    _O.INITIALIZING: frozenset({_O.READY, _O.SHUTTING_DOWN}),
+    _O.READY: frozenset({_O.RUNNING, _O.DEGRADED, _O.SHUTTING_DOWN}),
+    _O.RUNNING: frozenset({_O.DEGRADED, _O.SHUTTING_DOWN}),
+    _O.DEGRADED: frozenset({_O.RUNNING, _O.SHUTTING_DOWN}),
+    _O.SHUTTING_DOWN: frozenset({_O.TERMINATED}),
+    _O.TERMINATED: frozenset(),
 }
 
 BEFORE_SHUTDOWN = (_G.IDLE, _G.STARTING, _G.RUNNING)

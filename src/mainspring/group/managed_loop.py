@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from mainspring.core import random
 from mainspring.core.lazy_event import LazyEvent
-from mainspring.core.state_machine import SERVICE, ServiceState, StateMachine, Transition
+from mainspring.core.state_machine import ServiceState, Transition
 from mainspring.errors import ConfigError, TaskExitError
 from mainspring.events import LoopCrashed, LoopStateChanged, ReceiveFailed, ReceiveRecovered
 from mainspring.runtime.scope import lone_error
 from mainspring.runtime.shutdown_report import Ending, PartReport
+from mainspring.services.life import Life
+from mainspring.services.restarts import RunEnd, StartAgain
 from mainspring.worker.actor import LoopActor
 from mainspring.worker.adapter import LoopAdapter
 from mainspring.worker.control import DrainRequest, ShutdownNotice, ShutdownRequest
@@ -85,37 +86,14 @@ class ManagedLoop:
         self.begun = LazyEvent()
         self.ended = LazyEvent()
         self.error: Exception | None = None
-        self.restarts = 0
         self.ended_at: float | None = None
-        self._up_since: float | None = None
         self._dispatcher = dispatcher
-        self._restart = restart
         self._changed = changed
-        self._machine: StateMachine[ServiceState] = StateMachine(
-            SERVICE,
-            ServiceState.INITIALIZING,
-            name=f"loop {self.name!r}",
-            now=anyio.current_time(),
-            on_transition=self._emit,
-        )
+        self.life = Life(f"loop {self.name!r}", policy=restart, on_transition=self._emit)
         self._unsubscribe = (
             dispatcher.subscribe(ReceiveFailed, partial(self._on_trouble, ServiceState.DEGRADED)),
             dispatcher.subscribe(ReceiveRecovered, partial(self._on_trouble, ServiceState.RUNNING)),
         )
-
-    @property
-    def state(self) -> ServiceState:
-        """The state that it is in."""
-        return self._machine.state
-
-    @property
-    def state_since(self) -> float:
-        """The instant since which it is in that state."""
-        return self._machine.since
-
-    def uptime(self, now: float) -> float:
-        """Return how long its present run has lasted."""
-        return 0.0 if self._up_since is None else now - self._up_since
 
     @property
     def stopping(self) -> bool:
@@ -131,16 +109,16 @@ class ManagedLoop:
             for unsubscribe in self._unsubscribe:
                 unsubscribe()
             self._enter_stopping()
-            self._to(ServiceState.STOPPED)
+            self.life.to(ServiceState.STOPPED)
             self.ended_at = anyio.current_time()
             self.begun.set()
             self.ended.set()
             self._changed()
 
     async def _run_until_told(self, run_loop: Callable[[], Awaitable[None]]) -> None:
-        self._to(ServiceState.STARTING)
+        self.life.to(ServiceState.STARTING)
         while not self.stopping:
-            self._to(ServiceState.RUNNING)
+            self.life.to(ServiceState.RUNNING)
             self.begun.set()
             began = anyio.current_time()
             error = await self._run_once(run_loop)
@@ -163,19 +141,18 @@ class ManagedLoop:
 
     async def _restart_after(self, error: Exception, ran_for: float) -> bool:
         """Wait until it is time to restart. Return False if it stays down, or if a shutdown has come meanwhile."""
-        delay: float | None = None
-        if self._restart is not None and not self.stopping:
-            self.restarts, delay = self._restart.next_restart(self.restarts, ran_for, random.rng())
-        self._dispatcher.dispatch(LoopCrashed(self.name, error, delay))
-        if delay is None:
+        decision = None if self.stopping else self.life.after(RunEnd(failed=True, well_for=ran_for))
+        if not isinstance(decision, StartAgain):
+            self._dispatcher.dispatch(LoopCrashed(self.name, error, None))
             self.error = error
             return False
-        self._to(ServiceState.RESTARTING)
-        with anyio.move_on_after(delay):
+        self._dispatcher.dispatch(LoopCrashed(self.name, error, decision.delay))
+        self.life.to(ServiceState.RESTARTING)
+        with anyio.move_on_after(decision.delay):
             await self.actor.stopped.wait()
         if self.stopping:
             return False
-        self._to(ServiceState.STARTING)
+        self.life.to(ServiceState.STARTING)
         return True
 
     # ------------------------------------------------------------------------------------------------------ stopping
@@ -190,8 +167,8 @@ class ManagedLoop:
             self.actor.tell(DrainRequest(within=within))
 
     def _enter_stopping(self) -> None:
-        if self._machine.can(ServiceState.STOPPING):
-            self._to(ServiceState.STOPPING)
+        if self.life.can(ServiceState.STOPPING):
+            self.life.to(ServiceState.STOPPING)
 
     def cancel_work(self) -> None:
         """Tell it to cancel its work; once."""
@@ -221,15 +198,8 @@ class ManagedLoop:
     # -------------------------------------------------------------------------------------------------------- states
 
     def _on_trouble(self, new: ServiceState, event: ReceiveFailed | ReceiveRecovered) -> None:
-        if event.loop == self.name and self._machine.state is not new and self._machine.can(new):
-            self._to(new)
-
-    def _to(self, new: ServiceState) -> None:
-        self._machine.to(new, anyio.current_time())
+        if event.loop == self.name and self.life.state is not new and self.life.can(new):
+            self.life.to(new)
 
     def _emit(self, transition: Transition[ServiceState]) -> None:
-        if transition.old is ServiceState.STARTING and transition.new is ServiceState.RUNNING:
-            self._up_since = transition.at
-        elif transition.new in (ServiceState.RESTARTING, ServiceState.STOPPED):
-            self._up_since = None
         self._dispatcher.dispatch(LoopStateChanged(self.name, transition.old, transition.new, transition.seconds))

@@ -61,26 +61,26 @@ def _loop(managed: ManagedLoop, threshold: float | None, now: float) -> LoopStat
     oldest = health.oldest_beat_age
     overdue = max((claim.beat_age() for claim in loop.claims if not claim.done), default=0.0)
     reason = health.reason
-    if managed.state is not ServiceState.RUNNING:
-        reason = loop.trouble or str(managed.state)
+    if managed.life.state is not ServiceState.RUNNING:
+        reason = loop.trouble or str(managed.life.state)
     elif reason is None and threshold is not None and oldest > threshold / 2:
         reason = f"no sign of life for {oldest:.0f} s (stalled at {threshold:g} s)"
     elif reason is None and threshold is not None and overdue > threshold / 2:
         reason = f"its mailbox has not answered a receive, overdue by {overdue:.0f} s (cancelled at {threshold:g} s)"
     return LoopStatus(
         name=managed.name,
-        state=managed.state,
+        state=managed.life.state,
         ready=reason is None,
         reason=reason,
         heartbeat_age=health.heartbeat_age,
         in_flight=health.in_flight,
         concurrency=getattr(loop, "concurrency", 1),
         mailbox=getattr(getattr(loop, "mailbox", None), "name", None),
-        restarts=managed.restarts,
+        restarts=managed.life.counts.restarts,
         oldest_beat_age=oldest,
         outcomes=dict(getattr(loop, "outcomes", {})),
         progress={run.message_id: made for run in loop.runs if (made := getattr(run, "progress_made", None))},
         paused=health.paused,
-        state_seconds=now - managed.state_since,
-        uptime=managed.uptime(now),
+        state_seconds=now - managed.life.since,
+        uptime=managed.life.uptime(now),
     )
