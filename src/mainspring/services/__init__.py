@@ -7,7 +7,8 @@ The moving parts, lowest first:
   and the times of one supervised thing. Loops of a group and processes share both.
 - ``spawning``: the border to the operating system. A :class:`Spawner` starts processes and tells how they end. The real one
   (``spawner``) has a small program (``spawner_main``) do it, so that a simulated one can stand in its place.
-- ``replica``: one process of a service, from its first start to its last end.
+- ``process``: one process, from the request to start it until nothing is left of it.
+- ``replica``: one process of a service at a time, from its first start to its last end.
 - ``orchestrator``: all services: their order, what one's failure means for the others, reloads and the end.
 
 States. A replica is Initializing (its hooks run, its process is being started), Starting (the process runs and is not

@@ -80,6 +80,10 @@ class SpawnedProcess(Protocol):
     def pid(self) -> int:
         """Its process id, which is the id of its session and of its process group too."""
 
+    @property
+    def memory(self) -> int | None:
+        """Resident bytes of the process; None where it has ended."""
+
     async def wait(self) -> ProcessEnd:
         """Wait until the process has ended, and all that it wrote until then was told. Callable by several, and again."""
 
@@ -87,7 +91,7 @@ class SpawnedProcess(Protocol):
         """Wait until nothing is left of it: neither the process, nor its group, nor what left its group."""
 
     def send_signal(self, signum: int) -> None:
-        """Send a signal to the process; none where it has ended."""
+        """Send a signal to the process. Where it has ended, send it to all that is left of it."""
 
     def kill(self) -> None:
         """Send SIGKILL to all that is left of it, and to what appears until nothing is left."""

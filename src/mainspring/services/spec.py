@@ -6,7 +6,6 @@ import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from types import MappingProxyType
 from typing import TypeAlias
 
 from mainspring.errors import ConfigError
@@ -225,7 +224,7 @@ class ServiceSpec:
 
     A process is ready when its ``probe`` passes, it has written a line that matches ``ready_line``, or it has sent
     ``READY=1`` to the socket in ``NOTIFY_SOCKET`` (``notify=True``). With several of these all must hold. With none it is
-    ready once its program runs.
+    ready when its program has run for ``ready_after`` seconds.
 
     :param name: letters, digits, ``_``, ``.`` and ``-``.
     :param command: the program and its arguments; no shell reads them. ``{socket}`` and ``{replica}`` are replaced.
@@ -242,16 +241,17 @@ class ServiceSpec:
     command: tuple[str, ...]
     replicas: int = 1
     depends_on: tuple[str, ...] = ()
-    environment: Mapping[str, str] = MappingProxyType({})
+    environment: Mapping[str, str] = field(default_factory=dict)
     resources: Resources = field(default_factory=Resources)
     probe: Probe | None = None
     startup_probe: Probe | None = None
     ready_line: str | None = None
     notify: bool = False
+    ready_after: float = 1.0
     restart: RestartType = RestartType.PERMANENT
     no_restart_statuses: frozenset[int] = frozenset()
     core: bool = True
-    hooks: Mapping[HookMoment, tuple[Hook, ...]] = MappingProxyType({})
+    hooks: Mapping[HookMoment, tuple[Hook, ...]] = field(default_factory=dict)
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
     working_directory: str | None = None
     user: str | None = None
@@ -270,6 +270,14 @@ class ServiceSpec:
         if not self.command or not self.command[0]:
             raise ConfigError(f"service {self.name!r}: command must name a program")
         _check_whole(self, 1, "replicas")
+        _check_seconds(self, "ready_after")
+        try:
+            object.__setattr__(self, "restart", RestartType(self.restart))
+        except ValueError:
+            allowed = ", ".join(RestartType)
+            raise ConfigError(
+                f"service {self.name!r}: restart must be one of {allowed}, not {self.restart!r}"
+            ) from None
         if self.ready_line is not None:
             try:
                 re.compile(self.ready_line)
@@ -277,6 +285,11 @@ class ServiceSpec:
                 raise ConfigError(
                     f"service {self.name!r}: ready_line must be a regular expression, not {self.ready_line!r}: {error}"
                 ) from None
+
+    @property
+    def tells_ready(self) -> bool:
+        """True if there is a probe, a line or a notification that says that a process is ready."""
+        return self.notify or any(each is not None for each in (self.probe, self.startup_probe, self.ready_line))
 
     def _texts(self, name: str) -> tuple[str, ...]:
         value: object = getattr(self, name)
