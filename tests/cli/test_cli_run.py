@@ -13,6 +13,7 @@ import urllib.request
 from textwrap import dedent
 from typing import TYPE_CHECKING
 
+import httpx
 import pytest
 from cli_helpers import MAINSPRING, PATIENCE, only_line, run, started
 
@@ -374,6 +375,16 @@ def test_the_health_port_of_the_command_line(tmp_path: Path) -> None:
             assert answer.status == 200
         command.send(signal.SIGTERM)
         assert command.wait() == 0
+
+
+@pytest.mark.slow
+def test_the_probes_are_served_on_the_socket_of_a_supervisor(tmp_path: Path) -> None:
+    write(tmp_path, GROUP)
+    path = tmp_path / "probes.sock"
+    with started("run", "app:group", cwd=tmp_path, MAINSPRING_SOCKET=str(path)) as command:
+        command.expect("shop: running")
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path))) as client:
+            assert client.get("http://group/health/ready").status_code == 200
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import os
 import signal
 from dataclasses import dataclass, replace
 from functools import partial
@@ -167,7 +168,14 @@ def _on_state(group: LoopGroup, link: ParentLink | None, seen: set[GroupState], 
 
 
 def _set_health_address(group: LoopGroup, options: RunOptions, link: ParentLink | None) -> None:
-    """Prefer the command line's host and port to the group's. Each worker of several takes its own port, counting up."""
+    """Prefer the command line's host and port to a supervisor's socket, and that to the group's own.
+
+    Each worker of several takes its own port, counting up.
+    """
+    socket = os.environ.get("MAINSPRING_SOCKET")
+    if socket and link is None and options.health_port is None and options.health_host is None:
+        group.settings = replace(group.settings, health_host=f"unix:{socket}", health_port=0)
+        return
     port = group.settings.health_port if options.health_port is None else options.health_port
     if port and link is not None:
         port += max(0, link.number - 1)
