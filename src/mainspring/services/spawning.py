@@ -6,6 +6,7 @@ spawned process starts can be killed, and :meth:`SpawnedProcess.wait_empty` retu
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
@@ -58,6 +59,21 @@ class ProcessEnd(NamedTuple):
     def status(self) -> int:
         """The exit status as a shell shows it: 128 + n if signal n killed it."""
         return 128 - self.returncode if self.returncode < 0 else self.returncode
+
+    @property
+    def ending(self) -> str:
+        """The end in words, as ``"exit status 1"`` or ``"killed by SIGKILL (memory limit)"``."""
+        said = (
+            f"exit status {self.returncode}" if self.returncode >= 0 else f"killed by {_signal_name(-self.returncode)}"
+        )
+        return said if self.limit is None else f"{said} ({self.limit})"
+
+
+def _signal_name(signum: int) -> str:
+    try:
+        return signal.Signals(signum).name
+    except ValueError:  # a real-time signal
+        return f"signal {signum}"
 
 
 Stream = Literal["stdout", "stderr"]

@@ -42,6 +42,18 @@ def _check_whole(owner: object, least: int, *names: str) -> None:
             raise ConfigError(f"{type(owner).__name__}: {name} must be a whole number from {least}, not {value!r}")
 
 
+def texts(owner: str, name: str, value: object) -> tuple[str, ...]:
+    """Return a list of strings as a tuple.
+
+    :raises ConfigError: it is something else, or a NUL character is in it.
+    """
+    if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(each, str) for each in value):
+        raise ConfigError(f"{owner}: {name} must be a list of strings, not {value!r}")
+    if any("\0" in each for each in value):
+        raise ConfigError(f"{owner}: {name} must have no NUL character: {value!r}")
+    return tuple(value)
+
+
 @dataclass(frozen=True, slots=True)
 class StartupSettings:
     """How long a service may take to become ready, and how often it is tried.
@@ -137,36 +149,78 @@ class Resources:
             raise ConfigError(f"Resources: niceness must be a whole number from -20 to 19, not {self.niceness!r}")
 
 
+def _check_address(owner: object, name: str, read: Callable[[str], object]) -> None:
+    value = getattr(owner, name)
+    if not isinstance(value, str):
+        raise ConfigError(f"{type(owner).__name__}: {name} must be a string, not {value!r}")
+    try:
+        read(value.replace("{socket}", "/socket").replace("{replica}", "1"))
+    except ValueError as error:
+        raise ConfigError(f"{type(owner).__name__}: {name} must be {error}, not {value!r}") from None
+
+
 @dataclass(frozen=True, slots=True)
 class HttpProbe:
     """Passes if a GET of ``url`` is answered with a status from 200 to 399.
 
-    ``unix:/path.sock/health`` asks over a Unix socket.
+    ``unix:/path.sock/health`` asks over a Unix socket. ``{socket}`` stands for the replica's own.
+
+    :raises ConfigError: the URL is none that can be asked.
     """
 
     url: str
 
+    def __post_init__(self) -> None:
+        from mainspring.services.addresses import http_target
+
+        _check_address(self, "url", lambda url: url.startswith("unix:/") or http_target(url))
+
 
 @dataclass(frozen=True, slots=True)
 class TcpProbe:
-    """Passes if a connection to ``host:port`` is made."""
+    """Passes if a connection to ``host:port`` is made.
+
+    :raises ConfigError: the address is something else.
+    """
 
     address: str
+
+    def __post_init__(self) -> None:
+        from mainspring.services.addresses import host_port
+
+        _check_address(self, "address", host_port)
 
 
 @dataclass(frozen=True, slots=True)
 class ExecProbe:
-    """Passes if the command ends with exit status 0."""
+    """Passes if the command ends with exit status 0. What it has started in the background is killed then.
+
+    :raises ConfigError: the command is no list of strings, or an empty one.
+    """
 
     command: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "command", texts("ExecProbe", "command", self.command))
+        if not self.command or not self.command[0]:
+            raise ConfigError("ExecProbe: command must name a program")
 
 
 @dataclass(frozen=True, slots=True)
 class GrpcProbe:
-    """Passes if the gRPC health service at ``host:port`` says SERVING (needs the extra ``grpc``)."""
+    """Passes if the gRPC health service at ``host:port`` or ``unix:/path`` says SERVING of ``service`` (of the whole: ``""``).
+
+    :raises ConfigError: the address is something else, or the extra ``grpc`` is not installed.
+    """
 
     address: str
     service: str = ""
+
+    def __post_init__(self) -> None:
+        from mainspring.services.addresses import host_port
+
+        _check_address(self, "address", lambda address: address.startswith("unix:/") or host_port(address))
+        import mainspring.services.grpc_probe  # noqa: F401 - imported here, it does not hold up a supervisor that runs
 
 
 CallableProbe: TypeAlias = Callable[[], Awaitable[object] | object]
@@ -264,9 +318,10 @@ class ServiceSpec:
                 f"ServiceSpec: name must be of letters, digits, '_', '.' and '-', and begin with a letter or digit,"
                 f" not {self.name!r}"
             )
-        object.__setattr__(self, "command", self._texts("command"))
-        object.__setattr__(self, "depends_on", self._texts("depends_on"))
-        object.__setattr__(self, "listen", self._texts("listen"))
+        whose = f"service {self.name!r}"
+        object.__setattr__(self, "command", texts(whose, "command", self.command))
+        object.__setattr__(self, "depends_on", texts(whose, "depends_on", self.depends_on))
+        object.__setattr__(self, "listen", texts(whose, "listen", self.listen))
         if not self.command or not self.command[0]:
             raise ConfigError(f"service {self.name!r}: command must name a program")
         _check_whole(self, 1, "replicas")
@@ -290,15 +345,3 @@ class ServiceSpec:
     def tells_ready(self) -> bool:
         """True if there is a probe, a line or a notification that says that a process is ready."""
         return self.notify or any(each is not None for each in (self.probe, self.startup_probe, self.ready_line))
-
-    def _texts(self, name: str) -> tuple[str, ...]:
-        value: object = getattr(self, name)
-        if (
-            isinstance(value, str)
-            or not isinstance(value, Sequence)
-            or not all(isinstance(each, str) for each in value)
-        ):
-            raise ConfigError(f"service {self.name!r}: {name} must be a list of strings, not {value!r}")
-        if any("\0" in each for each in value):
-            raise ConfigError(f"service {self.name!r}: {name} must have no NUL character: {value!r}")
-        return tuple(value)
