@@ -82,7 +82,10 @@ async def _ask(stream: ByteStream, host: str, path: str) -> str | None:
     request = connection.send(h11.Request(method="GET", target=path, headers=headers))
     await stream.send((request or b"") + (connection.send(h11.EndOfMessage()) or b""))
     while True:
-        event = connection.next_event()
+        try:
+            event = connection.next_event()
+        except h11.RemoteProtocolError:
+            return "it does not answer in HTTP"
         if isinstance(event, h11.Response):
             return None if 200 <= event.status_code <= 399 else f"it answered with status {event.status_code}"
         if event is h11.NEED_DATA:
