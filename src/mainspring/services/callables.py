@@ -29,7 +29,7 @@ class Answer(NamedTuple):
     error: str | None = None
 
 
-class StillOutError(Exception):
+class NotReturnedError(Exception):
     """A plain function has not returned from an earlier call."""
 
 
@@ -51,7 +51,7 @@ async def answer_of(fn: Callable[[], Awaitable[object]], *, timeout: float, late
             async with SpuriousAsError("it was cancelled by itself"):
                 value = await run_in(copy_context(), fn, lambda: scope.cancel_called)
                 answer = Answer(ran(value, name_of(fn)))
-        except StillOutError:
+        except NotReturnedError:
             pass
         except anyio.get_cancelled_exc_class():
             raise
@@ -69,7 +69,7 @@ async def verdict_of(fn: Callable[[], Awaitable[object]], *, timeout: float) -> 
 class Prober:
     """A probe or check as an async function. A plain one is called in a thread of its own, which no end of a program waits for.
 
-    It is not called again before that thread has returned: until then each call raises :class:`StillOutError`.
+    It is not called again before that thread has returned: until then each call raises :class:`NotReturnedError`.
     """
 
     def __init__(self, fn: Callable[[], object], what: str) -> None:
@@ -85,7 +85,7 @@ class Prober:
 
     async def _in_thread(self) -> object:
         if self._out:
-            raise StillOutError
+            raise NotReturnedError
         self._out = True
         with real_work():
             return await OwnThread(self._call, f"{self._what} {name_of(self._fn)}").wait()
