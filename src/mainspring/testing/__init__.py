@@ -1,4 +1,4 @@
-"""Tools for tests: virtual time, a reproducible schedule, the contract of a mailbox, the simulation of a fleet.
+"""Tools for tests: virtual time, a reproducible schedule, the contract of a mailbox, simulated fleets and processes.
 
 Names are imported at first use, because every pytest run loads the pytest plugin of this package.
 """
@@ -10,6 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import mainspring.testing.mailbox_contract as mailbox_contract
+    from mainspring.testing.simulated_processes import ProcessRecord as ProcessRecord
+    from mainspring.testing.simulated_processes import SimulatedProcess as SimulatedProcess
+    from mainspring.testing.simulated_processes import SimulatedProgram as SimulatedProgram
+    from mainspring.testing.simulated_processes import SimulatedSpawner as SimulatedSpawner
     from mainspring.testing.simulation import Faults as Faults
     from mainspring.testing.simulation import Simulation as Simulation
     from mainspring.testing.simulation import SimulationReport as SimulationReport
@@ -20,11 +24,16 @@ if TYPE_CHECKING:
     from mainspring.testing.virtual_time import run_virtual as run_virtual
 
 _FROM_VIRTUAL = ("DeadlockError", "VirtualClock", "run_virtual")
+_FROM_PROCESSES = ("ProcessRecord", "SimulatedProcess", "SimulatedProgram", "SimulatedSpawner")
 _FROM_SIMULATION = ("Faults", "Simulation", "SimulationReport", "simulate")
 
 __all__ = [
     "DeadlockError",
     "Faults",
+    "ProcessRecord",
+    "SimulatedProcess",
+    "SimulatedProgram",
+    "SimulatedSpawner",
     "Simulation",
     "SimulationReport",
     "VirtualClock",
@@ -38,6 +47,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _FROM_VIRTUAL:
         value = getattr(import_module("mainspring.testing.virtual_time"), name)
+    elif name in _FROM_PROCESSES:
+        value = getattr(import_module("mainspring.testing.simulated_processes"), name)
     elif name in _FROM_SIMULATION:
         value = getattr(import_module("mainspring.testing.simulation"), name)
     elif name == "override":
