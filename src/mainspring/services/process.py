@@ -23,6 +23,8 @@ FINISHED = "X_MAINSPRING_FINISHED"
 """A notification that the work of a process is over: its end is no failure, and it is not started again."""
 USED_UP = "X_MAINSPRING_USED_UP"
 """A notification that a process asks to be replaced: it has handled its number of messages."""
+_MAX_DIGITS = 20
+"""Digits of the greatest number of microseconds that a notification can mean: it has 64 bits."""
 
 
 class ServiceProcess:
@@ -95,7 +97,7 @@ class ServiceProcess:
         self.finished = self.finished or FINISHED in news
         self.used_up = self.used_up or USED_UP in news
         more = news.get("EXTEND_TIMEOUT_USEC", "")
-        if more.isascii() and more.isdigit():
+        if more.isascii() and more.isdigit() and len(more) <= _MAX_DIGITS:
             self._extended_until = anyio.current_time() + int(more) / 1e6
         self._condition.notify_all()
 
