@@ -44,6 +44,8 @@ class ServiceProcess:
         """When it became ready; None before."""
         self.hurried = False
         """True if it is to be killed rather than drained."""
+        self.drain_by = math.inf
+        """The instant at which a drain ends in any case."""
         self.killed = False
         """True if it had to be killed."""
         self.notice = ""
@@ -115,7 +117,7 @@ class ServiceProcess:
         drained_by = now + drain_timeout
 
         def deadline() -> float:
-            return min(self.extended(drained_by), latest)
+            return min(self.extended(drained_by), latest, self.drain_by)
 
         if self.end is None:
             self.spawned.send_signal(signal.SIGTERM)
