@@ -13,7 +13,7 @@ from mainspring.policies import RestartPolicy
 from mainspring.services.restarts import RestartType
 from mainspring.validation import is_number, is_whole
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
 class Strategy(StrEnum):
@@ -313,7 +313,7 @@ class ServiceSpec:
     replace_after: Replacement = Replacement()
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
+        if not isinstance(self.name, str) or not NAME.fullmatch(self.name):
             raise ConfigError(
                 f"ServiceSpec: name must be of letters, digits, '_', '.' and '-', and begin with a letter or digit,"
                 f" not {self.name!r}"

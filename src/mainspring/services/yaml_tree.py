@@ -29,7 +29,7 @@ _NOTHING = frozenset({"", "~", "null", "Null", "NULL"})
 _MERGE = "<<"
 
 
-class YamlFault(Exception):
+class UnreadableYamlError(Exception):
     """The text cannot be read. ``line`` counts from 1; None where no line is to blame."""
 
     def __init__(self, line: int | None, text: str) -> None:
@@ -52,15 +52,17 @@ class _Node(NamedTuple):
 def read_yaml(content: bytes) -> YamlTree:
     """Read one YAML document.
 
-    :raises YamlFault: it is none, it is beyond the bounds, or it has what cannot be meant: a key twice, a foreign tag.
+    :raises UnreadableYamlError: it is none, is beyond the bounds, or has what cannot be meant: a key twice, a foreign tag.
     """
     if len(content) > MOST_BYTES:
-        raise YamlFault(None, f"the file has {len(content):,} bytes; allowed: at most {MOST_BYTES:,}")
+        raise UnreadableYamlError(None, f"the file has {len(content):,} bytes; allowed: at most {MOST_BYTES:,}")
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        raise YamlFault(line, f"byte {content[error.start]:#04x} is no UTF-8; allowed: text in UTF-8") from None
+        raise UnreadableYamlError(
+            line, f"byte {content[error.start]:#04x} is no UTF-8; allowed: text in UTF-8"
+        ) from None
     try:
         root = _Composer(text).document()
     except yaml.MarkedYAMLError as error:
@@ -68,21 +70,21 @@ def read_yaml(content: bytes) -> YamlTree:
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         shown = f"{error.character:#x}" if isinstance(error.character, int) else repr(error.character)
-        raise YamlFault(line, f"the character {shown} is not allowed in YAML; allowed: text") from None
+        raise UnreadableYamlError(line, f"the character {shown} is not allowed in YAML; allowed: text") from None
     expansion = _Expansion()
     return YamlTree(expansion.plain(root, (), 0) if root is not None else None, expansion.lines)
 
 
-def _of_parser(error: yaml.MarkedYAMLError, text: str) -> YamlFault:
+def _of_parser(error: yaml.MarkedYAMLError, text: str) -> UnreadableYamlError:
     mark = error.problem_mark or error.context_mark
     line = None if mark is None else mark.line + 1
     if line is not None:
         lines = text.splitlines()
         written = lines[line - 1] if line <= len(lines) else ""
         if "\t" in written[: len(written) - len(written.lstrip())]:
-            return YamlFault(line, "a tab indents this line; allowed: spaces")
+            return UnreadableYamlError(line, "a tab indents this line; allowed: spaces")
     problem = " ".join(filter(None, (error.context, error.problem)))
-    return YamlFault(line, f"this is no YAML: {problem}; allowed: `key: value` lines, indented by spaces")
+    return UnreadableYamlError(line, f"this is no YAML: {problem}; allowed: `key: value` lines, indented by spaces")
 
 
 class _Composer:
@@ -102,18 +104,18 @@ class _Composer:
             if isinstance(event, yaml.DocumentStartEvent):
                 documents += 1
                 if documents > 1:
-                    raise YamlFault(event.start_mark.line + 1, "a second document begins; allowed: one")
+                    raise UnreadableYamlError(_line(event), "a second document begins; allowed: one")
                 root = self._node(next(self._events), 0)
         return root
 
     def _node(self, event: Any, depth: int) -> _Node:
-        line = event.start_mark.line + 1
+        line = _line(event)
         if depth > MOST_DEPTH:
-            raise YamlFault(line, f"values are nested too deeply; allowed: {MOST_DEPTH} levels")
+            raise UnreadableYamlError(line, f"values are nested too deeply; allowed: {MOST_DEPTH} levels")
         if isinstance(event, yaml.AliasEvent):
-            return self._aliased(event.anchor, line)
+            return self._aliased(str(event.anchor), line)
         if event.tag is not None and event.tag not in _PLAIN_TAGS:
-            raise YamlFault(line, f"the tag {event.tag} is not allowed; allowed: values without a tag")
+            raise UnreadableYamlError(line, f"the tag {event.tag} is not allowed; allowed: values without a tag")
         if event.anchor is not None:
             self._anchors[event.anchor] = None
         if isinstance(event, yaml.ScalarEvent):
@@ -129,10 +131,14 @@ class _Composer:
 
     def _aliased(self, anchor: str, line: int) -> _Node:
         if anchor not in self._anchors:
-            raise YamlFault(line, f"the alias *{anchor} has no anchor before it; allowed: an alias of an &{anchor} above")
+            raise UnreadableYamlError(
+                line, f"the alias *{anchor} has no anchor before it; allowed: an alias of an &{anchor} above"
+            )
         node = self._anchors[anchor]
         if node is None:
-            raise YamlFault(line, f"the alias *{anchor} stands in its own anchor; allowed: an alias behind it")
+            raise UnreadableYamlError(
+                line, f"the alias *{anchor} stands in its own anchor; allowed: an alias behind it"
+            )
         return node
 
     def _items(self, depth: int) -> Iterator[_Node]:
@@ -145,13 +151,15 @@ class _Composer:
         while not isinstance(event := next(self._events), yaml.MappingEndEvent):
             key = self._node(event, depth + 1)
             if not isinstance(key.value, str):
-                raise YamlFault(key.line, "a key is no text; allowed: a text")
+                raise UnreadableYamlError(key.line, "a key is no text; allowed: a text")
             value = self._node(next(self._events), depth + 1)
             if key.value == _MERGE and event.implicit[0]:
                 self._merge(value, key.line, merged)
             elif key.value in own:
                 before = own[key.value][0]
-                raise YamlFault(key.line, f"{key.value}: the key stands twice, also in line {before}; allowed: once")
+                raise UnreadableYamlError(
+                    key.line, f"{key.value}: the key stands twice, also in line {before}; allowed: once"
+                )
             else:
                 own[key.value] = (key.line, value)
         return {**merged, **own}
@@ -160,12 +168,19 @@ class _Composer:
         """Take the keys of other mappings, the earlier ones first (``<<: *defaults``)."""
         for node in value.value if isinstance(value.value, list) else [value]:
             if not isinstance(node.value, dict):
-                raise YamlFault(line, "<<: this is no mapping; allowed: an alias of a mapping, or a list of these")
+                raise UnreadableYamlError(
+                    line, "<<: this is no mapping; allowed: an alias of a mapping, or a list of these"
+                )
             self._merged += len(node.value)
             if self._merged > MOST_VALUES:
                 raise _too_many(line)
             for key, entry in node.value.items():
                 into.setdefault(key, entry)
+
+
+def _line(event: Any) -> int:
+    line: int = event.start_mark.line + 1
+    return line
 
 
 class _Expansion:
@@ -180,7 +195,9 @@ class _Expansion:
         if self._count > MOST_VALUES:
             raise _too_many(node.line)
         if depth > MOST_DEPTH:
-            raise YamlFault(node.line, f"values are nested too deeply by aliases; allowed: {MOST_DEPTH} levels")
+            raise UnreadableYamlError(
+                node.line, f"values are nested too deeply by aliases; allowed: {MOST_DEPTH} levels"
+            )
         if isinstance(node.value, list):
             for index, item in enumerate(node.value):
                 self.lines[(*path, index)] = item.line
@@ -192,5 +209,5 @@ class _Expansion:
         return node.value
 
 
-def _too_many(line: int) -> YamlFault:
-    return YamlFault(line, f"there are too many values, those of aliases included; allowed: {MOST_VALUES:,}")
+def _too_many(line: int) -> UnreadableYamlError:
+    return UnreadableYamlError(line, f"there are too many values, those of aliases included; allowed: {MOST_VALUES:,}")
