@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -36,7 +36,6 @@ from mainspring.services.spec import (
     StartupSettings,
     Strategy,
 )
-from mainspring.services.stop_times import longest_stop
 from mainspring.services.yaml_tree import UnreadableYamlError, read_yaml
 
 if TYPE_CHECKING:
@@ -76,11 +75,7 @@ class HealthAddress:
 
 @dataclass(frozen=True, slots=True)
 class OrchestratorConfig:
-    """What a file of services says.
-
-    ``shutdown`` caps the stop of all services. Its timeout is that of the file, or the longest time that a chain of dependent
-    services may take to stop if that is more: no service loses the time that it was promised.
-    """
+    """What a file of services says. ``shutdown`` caps the stop of all services together."""
 
     services: tuple[ServiceSpec, ...]
     strategy: Strategy = Strategy.ONE_FOR_ONE
@@ -318,13 +313,12 @@ class _Builder:
             report.at(("health", "host"), "without a port nothing is served; allowed: with health.port")
         report.stop_if_any()
         command = settings.alerts.get("command")
-        services = tuple(spec for spec in specs if spec is not None)
         return OrchestratorConfig(
-            services=services,
+            services=tuple(spec for spec in specs if spec is not None),
             strategy=settings.strategy,
             max_restarts=settings.max_restarts,
             period=settings.period,
-            shutdown=replace(base.shutdown, timeout=max(base.shutdown.timeout, longest_stop(services).seconds)),
+            shutdown=base.shutdown,
             alerts=Alerts(settings.alerts.get("webhook"), None if command is None else tuple(command)),
             health=HealthAddress(**settings.health),
         )

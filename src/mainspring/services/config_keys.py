@@ -218,7 +218,7 @@ ProbeValue: TypeAlias = Annotated[ProbeKeys, BeforeValidator(_probe_mapping), Af
 class HookKeys(TypedDict, total=False):
     """A hook that says more than its command."""
 
-    command: Command
+    command: Required[Command]
     timeout: DurationAboveZero
     abort: Flag
 
@@ -235,8 +235,6 @@ def _hook_mapping(value: object) -> object:
 
 
 def _hook(said: HookKeys) -> Hook:
-    if "command" not in said:
-        raise WrongValueError("it has no command", "a command, or a mapping with command, timeout, abort")
     return Hook(tuple(said["command"]), said.get("timeout"), said.get("abort", False))
 
 
