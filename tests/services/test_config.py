@@ -8,7 +8,7 @@ from textwrap import dedent
 import pytest
 
 from mainspring import ConfigError, RestartPolicy
-from mainspring.services.config import Alerts, HealthAddress, OrchestratorConfig, parse_config, read_config
+from mainspring.services.config import AlertTargets, HealthAddress, OrchestratorConfig, parse_config, read_config
 from mainspring.services.config_keys import keys_at
 from mainspring.services.restarts import RestartType
 from mainspring.services.spec import (
@@ -164,7 +164,7 @@ def test_the_settings_of_the_whole() -> None:
         """
     )
     assert (config.strategy, config.max_restarts, config.period) == (Strategy.REST_FOR_ONE, 10, 120)
-    assert config.alerts == Alerts("https://example.org/hook", ("./page", "me"))
+    assert config.alerts == AlertTargets("https://example.org/hook", ("./page", "me"))
     assert config.health == HealthAddress("127.0.0.1", 8080)
     assert parse(OF_THE_DOCS).shutdown == ShutdownSettings(30, 20, 5)
 

@@ -58,7 +58,7 @@ _GROUPS: dict[str, type[Any]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Alerts:
+class AlertTargets:
     """What is told when a service is given up: a URL that takes a POST, a command."""
 
     webhook: str | None = None
@@ -82,7 +82,7 @@ class OrchestratorConfig:
     max_restarts: int | None = None
     period: float = 60.0
     shutdown: ShutdownSettings = field(default_factory=ShutdownSettings)
-    alerts: Alerts = field(default_factory=Alerts)
+    alerts: AlertTargets = field(default_factory=AlertTargets)
     health: HealthAddress = field(default_factory=HealthAddress)
 
 
@@ -102,9 +102,9 @@ def read_config(path: str | os.PathLike[str], *, environment: Mapping[str, str] 
 
 def parse_config(content: bytes, *, name: str, environment: Mapping[str, str] | None = None) -> OrchestratorConfig:
     """Read what a file of services holds; ``name`` stands for it in errors. Otherwise as :func:`read_config`."""
-    report = _Report(name)
+    faults = _FaultList(name)
     try:
-        tree, report.lines = read_yaml(content)
+        tree, faults.lines = read_yaml(content)
     except UnreadableYamlError as fault:
         at = name if fault.line is None else f"{name}:{fault.line}"
         raise ConfigError(f"{at}: {one_line(fault)}") from None
@@ -112,15 +112,15 @@ def parse_config(content: bytes, *, name: str, environment: Mapping[str, str] | 
         what = "the file is empty" if tree is None else f"the file is {shown(tree)} and no mapping"
         raise ConfigError(f"{name}:1: {what}; allowed: {', '.join(keys_at(()))}")
     said = _without_nulls(tree)
-    overrides = _overrides(os.environ if environment is None else environment, said, report)
-    report.stop_if_any()
+    overrides = _overrides(os.environ if environment is None else environment, said, faults)
+    faults.stop_if_any()
     try:
         settings = _settings(said, overrides)
     except ValidationError as error:
         for each in error.errors(include_url=False):
-            report.add_error(each)
-        report.stop()
-    return _Builder(settings, report).config()
+            faults.add_error(each)
+        faults.stop()
+    return _Builder(settings, faults).config()
 
 
 def _without_nulls(tree: Tree) -> Any:
@@ -168,8 +168,8 @@ def _settings(said: dict[str, Any], overrides: dict[str, Any]) -> FileSettings:
     return Sourced()
 
 
-def _overrides(environment: Mapping[str, str], said: dict[str, Any], report: _Report) -> dict[str, Any]:
-    """Return what the variables say, as a tree. Where each key stands in them is noted in the report."""
+def _overrides(environment: Mapping[str, str], said: dict[str, Any], faults: _FaultList) -> dict[str, Any]:
+    """Return what the variables say, as a tree. The list of faults learns which variable says which key."""
     tree: dict[str, Any] = {}
     top = keys_at(())
     for name in sorted(environment):
@@ -179,16 +179,16 @@ def _overrides(environment: Mapping[str, str], said: dict[str, Any], report: _Re
         key = first.lower()
         if key not in top:
             if nested:
-                report.add(name, key, _unknown((), key))
+                faults.add(name, key, _unknown((), key))
             continue
-        path = _path_of(name, key, rest, said, report) if nested else (key,)
+        path = _path_of(name, key, rest, said, faults) if nested else (key,)
         if path is not None:
-            report.variables[path] = name
+            faults.variables[path] = name
             _put(tree, path, environment[name])
     return tree
 
 
-def _path_of(name: str, key: str, rest: str, said: dict[str, Any], report: _Report) -> KeyPath | None:
+def _path_of(name: str, key: str, rest: str, said: dict[str, Any], faults: _FaultList) -> KeyPath | None:
     if key != "services":
         return (key, *rest.lower().split("__"))
     services = said.get("services")
@@ -198,7 +198,7 @@ def _path_of(name: str, key: str, rest: str, said: dict[str, Any], report: _Repo
     found = [service for service, each in spelled.items() if len(each) == longest and rest.startswith(f"{each}__")]
     if len(found) != 1:
         text = f"{' and '.join(found)} are spelled so" if found else "no service of the file is spelled so"
-        report.add(
+        faults.add(
             name, "services", f"{text}; allowed: {PREFIX}SERVICES__NAME__KEY with NAME of {', '.join(spelled.values())}"
         )
         return None
@@ -232,20 +232,20 @@ class _Fault(NamedTuple):
     text: str
 
 
-class _Report:
+class _FaultList:
     """Collects faults, each with the place where its value stands."""
 
     def __init__(self, name: str) -> None:
         self.lines: dict[KeyPath, int] = {}
         self.variables: dict[KeyPath, str] = {}
         self._name = name
-        self._faults: list[_Fault] = []
+        self._found: list[_Fault] = []
 
     def add(self, where: str, key: str, text: str, line: int = 0) -> None:
         """Note a fault at a place that is already known."""
         fault = _Fault(line, where, one_line(f"{key}: {text}" if key else text))
-        if fault not in self._faults:
-            self._faults.append(fault)
+        if fault not in self._found:
+            self._found.append(fault)
 
     def at(self, path: KeyPath, text: str) -> None:
         """Note a fault of the value at a path, or of the nearest one around it that is written somewhere."""
@@ -273,12 +273,12 @@ class _Report:
 
     def stop_if_any(self) -> None:
         """Raise if there are faults."""
-        if self._faults:
+        if self._found:
             self.stop()
 
     def stop(self) -> Any:
         """Raise all faults as one error, in the order of the lines."""
-        raise ConfigError("\n".join(f"{fault.where}: {fault.text}" for fault in sorted(self._faults, key=_order)))
+        raise ConfigError("\n".join(f"{fault.where}: {fault.text}" for fault in sorted(self._found, key=_order)))
 
 
 def _order(fault: _Fault) -> tuple[bool, int, str]:
@@ -295,23 +295,23 @@ def _spelled(path: KeyPath) -> str:
 class _Builder:
     """Makes specifications of what was read, and finds what cannot go together."""
 
-    def __init__(self, settings: FileSettings, report: _Report) -> None:
+    def __init__(self, settings: FileSettings, faults: _FaultList) -> None:
         self._settings = settings
-        self._report = report
+        self._faults = faults
 
     def config(self) -> OrchestratorConfig:
-        settings, report = self._settings, self._report
+        settings, faults = self._settings, self._faults
         if not settings.services:
-            report.at(("services",), "there is no service; allowed: a mapping of names to services")
+            faults.at(("services",), "there is no service; allowed: a mapping of names to services")
         base = self._lifecycle(("lifecycle",), {}, settings.lifecycle)
         specs = [self._spec(name, said) for name, said in settings.services.items()]
         self._check_dependencies()
         self._check_listening()
         if "period" in settings.model_fields_set and settings.max_restarts is None:
-            report.at(("period",), "without max_restarts it says nothing; allowed: with max_restarts")
+            faults.at(("period",), "without max_restarts it says nothing; allowed: with max_restarts")
         if "host" in settings.health and "port" not in settings.health:
-            report.at(("health", "host"), "without a port nothing is served; allowed: with health.port")
-        report.stop_if_any()
+            faults.at(("health", "host"), "without a port nothing is served; allowed: with health.port")
+        faults.stop_if_any()
         command = settings.alerts.get("command")
         return OrchestratorConfig(
             services=tuple(spec for spec in specs if spec is not None),
@@ -319,7 +319,7 @@ class _Builder:
             max_restarts=settings.max_restarts,
             period=settings.period,
             shutdown=base.shutdown,
-            alerts=Alerts(settings.alerts.get("webhook"), None if command is None else tuple(command)),
+            alerts=AlertTargets(settings.alerts.get("webhook"), None if command is None else tuple(command)),
             health=HealthAddress(**settings.health),
         )
 
@@ -333,7 +333,7 @@ class _Builder:
         try:
             return ServiceSpec(name=name, **given)
         except ConfigError as error:
-            self._report.at(path, without_owner(error))
+            self._faults.at(path, without_owner(error))
             return None
 
     def _lifecycle(self, path: KeyPath, base: LifecycleKeys, own: LifecycleKeys) -> Lifecycle:
@@ -346,14 +346,14 @@ class _Builder:
             try:
                 found[group] = make(**values)
             except ConfigError as error:
-                self._report.at(where, without_owner(error))
+                self._faults.at(where, without_owner(error))
                 found[group] = make()
         shutdown: ShutdownSettings = found["shutdown"]
         by = (*(path if "timeout" in own.get("shutdown", {}) else ("lifecycle",)), "shutdown", "timeout")
         said_drain = "drain_timeout" in own.get("shutdown", {})
         # A variable may cut all drains short, as for a quick end of a test.
-        if said_drain and shutdown.drain_timeout > shutdown.timeout and by not in self._report.variables:
-            self._report.at(
+        if said_drain and shutdown.drain_timeout > shutdown.timeout and by not in self._faults.variables:
+            self._faults.at(
                 (*path, "shutdown", "drain_timeout"),
                 f"{shutdown.drain_timeout:g} s do not fit into shutdown.timeout, which cuts the drain after"
                 f" {shutdown.timeout:g} s; allowed: at most shutdown.timeout",
@@ -371,12 +371,12 @@ class _Builder:
                     text = (
                         f"there is no service {shown(other)}; allowed: {names or 'nothing, as it is the only service'}"
                     )
-                    self._report.at(("services", name, "depends_on", index), text)
+                    self._faults.at(("services", name, "depends_on", index), text)
         try:
             TopologicalSorter(graph).prepare()
         except CycleError as error:
             ring: list[str] = error.args[1][::-1]
-            self._report.at(
+            self._faults.at(
                 ("services", ring[0], "depends_on"),
                 f"services wait for each other: {' needs '.join(ring)}; allowed: dependencies without a cycle",
             )
@@ -389,4 +389,4 @@ class _Builder:
                 taken = address in said["listen"][:index]
                 if (other != name or taken) and not address.endswith(":0"):
                     text = f"{shown(address)} belongs to service {other} already; allowed: an address of its own"
-                    self._report.at(("services", name, "listen", index), text)
+                    self._faults.at(("services", name, "listen", index), text)
