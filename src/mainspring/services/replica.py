@@ -239,9 +239,9 @@ class Replica:
             is_empty = await self._take_down(process, decision)
             tasks.cancel_scope.cancel()
         if not is_empty:
-            return ReplicaEnding(
-                True, "something of it is left in spite of SIGKILL; look for it in uninterruptible sleep", 1
-            )
+            why = "something of it is left in spite of SIGKILL; look for it in uninterruptible sleep"
+            self._dispatcher.dispatch(ServiceGivenUp(self.spec.name, self.number, why, self.spec.core))
+            return ReplicaEnding(True, why, 1)
         if self._stop_asked:
             self._tell_end(process, None, told=True)
             return self._ending_of_stop(process)

@@ -19,7 +19,7 @@ import anyio
 from mainspring.services.spawning import ProcessEnd, SpawnError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Mapping
+    from collections.abc import Awaitable, Callable, Mapping
 
     from mainspring.services.spawning import Launch, ProcessListener, SpawnedProcess, Stream
 
@@ -453,16 +453,15 @@ class SimulatedSpawner:
 
     def doubles(self) -> list[tuple[ProcessRecord, ProcessRecord]]:
         """Return the pairs of families that ran the same command of the same replica at the same time. It should be empty."""
-        last: dict[tuple[str, int, tuple[str, ...]], tuple[ProcessRecord, float]] = {}
+        until: dict[int, float] = {}
+        for record in self.records:
+            ended_at = math.inf if record.ended_at is None else record.ended_at
+            until[record.family] = max(ended_at, until.get(record.family, 0.0))
+        last: dict[tuple[str, int, tuple[str, ...]], ProcessRecord] = {}
         found = []
         for record in self.of(launched=True):
             key = (record.launch.service, record.launch.replica, record.launch.command)
-            until = self._family_ended(record.family)
-            if key in last and last[key][1] > record.started_at:
-                found.append((last[key][0], record))
-            last[key] = (record, until)
+            if key in last and until[last[key].family] > record.started_at:
+                found.append((last[key], record))
+            last[key] = record
         return found
-
-    def _family_ended(self, family: int) -> float:
-        members: Iterable[ProcessRecord] = (each for each in self.records if each.family == family)
-        return max(math.inf if each.ended_at is None else each.ended_at for each in members)
