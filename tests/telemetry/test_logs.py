@@ -17,7 +17,7 @@ import pytest
 import mainspring
 from mainspring import InMemoryMailbox, LoopGroup, MailboxConnectionError, MainLoop, Reject, events
 from mainspring.core.loggers import Logger
-from mainspring.core.state_machine import GroupState, ServiceState
+from mainspring.core.state_machine import GroupState, OrchestratorState, ServiceState
 from mainspring.errors import ConfigError
 from mainspring.telemetry import logs
 from mainspring.testing import run_virtual
@@ -39,6 +39,7 @@ def finished(outcome: str, **changes: Any) -> events.MessageFinished:
     return kind("indexer", "m1", "r1", outcome, 0.25, **{"attempt": 2} | changes)
 
 
+ORCHESTRATOR = OrchestratorState
 RUNNING, STOPPED, DEGRADED = ServiceState.RUNNING, ServiceState.STOPPED, ServiceState.DEGRADED
 CASES = [
     (events.LoopStateChanged("indexer", ServiceState.STARTING, RUNNING, 0.5), "INFO", "running (starting for 0.500 s)"),
@@ -90,6 +91,36 @@ CASES = [
     (events.CheckChanged("shop", "database", "refused"), "WARNING", "check database fails: refused"),
     (events.CheckChanged("shop", "database", None), "INFO", "check database passes"),
     (events.CalibrationWarning("shop", "the lease is too short"), "WARNING", "shop: the lease is too short"),
+    (events.OrchestratorStateChanged("shop", ORCHESTRATOR.READY, ORCHESTRATOR.RUNNING, 0.5), "INFO", "shop: running (ready"),
+    (events.OrchestratorStateChanged("shop", ORCHESTRATOR.RUNNING, ORCHESTRATOR.DEGRADED, 0.5), "WARNING", "shop: degraded"),
+    (events.ServiceStateChanged("web", 2, ServiceState.STARTING, RUNNING, 1.5), "INFO", "web.2: running (starting for 1.5"),
+    (events.ServiceStateChanged("web", 2, RUNNING, DEGRADED, 1.5), "WARNING", "web.2: degraded"),
+    (events.ServiceStateChanged("web", 2, RUNNING, ServiceState.RESTARTING, 1.5), "DEBUG", "web.2: restarting"),
+    (events.ServiceProcessStarted("web", 2, 77), "DEBUG", "web.2: process 77 started"),
+    (
+        events.ServiceProcessEnded("web", 2, 77, "exit status 1", 1, 2.5, told=False, restarts=3), "WARNING",
+        "web.2: process 77 ended: exit status 1; restart in 2.5 s (restart 3 in a row)",
+    ),
+    (
+        events.ServiceProcessEnded("web", 2, 77, "killed by SIGTERM", 143, 0.0, told=True, restarts=0), "INFO",
+        "web.2: process 77 ended: killed by SIGTERM; restart in 0.0 s",
+    ),
+    (
+        events.ServiceProcessEnded("web", 2, 77, "exit status 1", 1, None, told=False, restarts=3), "ERROR",
+        "web.2: process 77 ended: exit status 1; it stays down",
+    ),
+    (
+        events.ServiceProcessEnded("web", 2, 77, "killed by SIGTERM", 143, None, told=True, restarts=0), "INFO",
+        "web.2: process 77 ended: killed by SIGTERM; it stays down",
+    ),
+    (events.ServiceStartFailed("web", 2, "no\nprogram", 1.0), "WARNING", "start failed, next try in 1.0 s: no; program"),
+    (events.ServiceStartFailed("web", 2, "no program", None), "ERROR", "start failed, it stays down: no program"),
+    (events.ServiceGivenUp("web", 2, "restarted 5 times", core=True), "ERROR", "web.2: given up (core service): restarted"),
+    (events.ServiceGivenUp("web", 2, "restarted", core=False), "ERROR", "web.2: given up (optional service): restarted"),
+    (events.ProbeChanged("web", 2, "refused"), "WARNING", "web.2: probe fails: refused"),
+    (events.ProbeChanged("web", 2, None), "INFO", "web.2: probe passes"),
+    (events.HookFailed("web", 2, "pre_start", "status 1", aborts=True), "ERROR", "failed, which aborts that: status 1"),
+    (events.HookFailed("web", 2, "post_stop", "late", aborts=False), "WARNING", "post_stop failed, it goes on without: late"),
 ]  # fmt: skip
 
 
@@ -106,12 +137,17 @@ def test_an_event_is_one_line_of_its_level(
     assert words in record.getMessage()
     assert "\n" not in record.getMessage()
     assert record.event is event  # type: ignore[attr-defined]
-    assert getattr(event, "loop", None) or event.group in record.getMessage()
+    names = [getattr(event, kind, "") for kind in ("loop", "group", "service", "orchestrator")]
+    assert record.getMessage().startswith("".join(names))
 
 
 def test_every_event_has_a_line() -> None:
     known = {kind for kind in vars(events).values() if hasattr(kind, "__dataclass_fields__")}
     known -= {events.Event, events.DispatchResult, events.Dispatcher}
+    known -= {
+        events.ServiceOutput,
+        events.ServiceNotified,
+    }  # what a program says of itself: the command line prints its lines
     assert known == {type(event) for event, _, _ in CASES}
 
 

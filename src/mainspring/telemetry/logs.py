@@ -1,15 +1,16 @@
 """Events as log lines: a subscriber for every group, and the handler of the command line.
 
-Loggers: ``mainspring.group`` (life of a group, its checks), ``mainspring.loop`` (life of its loops, their mailboxes) and
-``mainspring.message`` (single messages). Each record carries its event as ``record.event``.
+Loggers: ``mainspring.group`` (life of a group, its checks), ``mainspring.loop`` (life of its loops, their mailboxes),
+``mainspring.message`` (single messages) and ``mainspring.service`` (life of an orchestrator and its services, their probes and
+hooks). Each record carries its event as ``record.event``. What services write is none of it: the command line prints that.
 
 =========  =============================================================================================
 level      what
 =========  =============================================================================================
 CRITICAL   a handler that does not end although cancelled: the process is about to be killed
-ERROR      a crash, a stall, a dead letter, a run that did not end clean
-WARNING    what is tried again or mends itself: retries, lost leases, an unreachable mailbox, a failing check
-INFO       the life of groups and loops, messages whose handlers a shutdown has ended
+ERROR      a crash, a stall, a dead letter, a run that did not end clean, a service that was given up
+WARNING    what is tried again or mends itself: retries, lost leases, an unreachable mailbox, a failing check or probe
+INFO       the life of groups, loops and services, messages whose handlers a shutdown has ended
 DEBUG      each message that starts, succeeds, is postponed or released before it began, the short-lived states, the
            further tries at a mailbox
 =========  =============================================================================================
@@ -27,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Final
 from mainspring import events
 from mainspring.core.clock import local_time
 from mainspring.core.loggers import Logger
-from mainspring.core.state_machine import GroupState, ServiceState
+from mainspring.core.state_machine import GroupState, OrchestratorState, ServiceState
 from mainspring.core.tracebacks import where_raised
 from mainspring.errors import ConfigError
 from mainspring.redaction import one_line
@@ -42,6 +43,7 @@ LEVELS: Final = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _group = Logger("mainspring.group")
 _loop = Logger("mainspring.loop")
 _message = Logger("mainspring.message")
+_service = Logger("mainspring.service")
 
 _STATE_LEVELS = {
     ServiceState.RUNNING: logging.INFO,
@@ -89,6 +91,7 @@ _PLAIN_LINES: dict[type[Any], tuple[Logger, int, str]] = {
     events.GroupPaused: (_group, logging.WARNING, "paused, it takes no new work: {0.reason}"),
     events.GroupResumed: (_group, logging.INFO, "resumed: {0.reason}"),
     events.CalibrationWarning: (_group, logging.WARNING, "{0.text}"),
+    events.ServiceProcessStarted: (_service, logging.DEBUG, "process {0.pid} started"),
 }  # fmt: skip
 """The events whose lines need no decision. Of repeated events, all but the first are logged at DEBUG."""
 
@@ -153,6 +156,13 @@ def subscribe(dispatcher: events.Dispatcher) -> Callable[[], None]:
         events.GroupStateChanged: _group_state,
         events.GroupStopped: _group_stopped,
         events.CheckChanged: _check,
+        events.OrchestratorStateChanged: _orchestrator_state,
+        events.ServiceStateChanged: _service_state,
+        events.ServiceProcessEnded: _process_ended,
+        events.ServiceStartFailed: _start_failed,
+        events.ServiceGivenUp: _given_up,
+        events.ProbeChanged: _probe,
+        events.HookFailed: _hook_failed,
     }
     if not _message.isEnabledFor(logging.DEBUG):
         del writers[events.MessageStarted]
@@ -261,10 +271,64 @@ def _check(event: events.CheckChanged) -> None:
         _say(_group, logging.WARNING, event, f"check {event.check} fails: {event.error}")
 
 
+def _orchestrator_state(event: events.OrchestratorStateChanged) -> None:
+    level = logging.WARNING if event.new is OrchestratorState.DEGRADED else logging.INFO
+    level = logging.DEBUG if event.new is OrchestratorState.INITIALIZING else level
+    _say(_service, level, event, f"{event.new} ({event.old} for {event.seconds:.3f} s)")
+
+
+def _service_state(event: events.ServiceStateChanged) -> None:
+    level = _STATE_LEVELS.get(event.new, logging.DEBUG)
+    if event.new is ServiceState.RESTARTING:  # its end or its failed start has a line that says why
+        level = logging.DEBUG
+    _say(_service, level, event, f"{event.new} ({event.old} for {event.seconds:.3f} s)")
+
+
+def _process_ended(event: events.ServiceProcessEnded) -> None:
+    what = f"process {event.pid} ended: {event.ending}"
+    if event.restart_in is not None:
+        count = f" (restart {event.restarts} in a row)" if event.restarts else ""
+        level = logging.INFO if event.told else logging.WARNING
+        _say(_service, level, event, f"{what}; restart in {event.restart_in:.1f} s{count}")
+        return
+    level = logging.INFO if event.told or not event.status else logging.ERROR
+    _say(_service, level, event, f"{what}; it stays down")
+
+
+def _start_failed(event: events.ServiceStartFailed) -> None:
+    then = "it stays down" if event.restart_in is None else f"next try in {event.restart_in:.1f} s"
+    level = logging.ERROR if event.restart_in is None else logging.WARNING
+    _say(_service, level, event, f"start failed, {then}: {event.error}")
+
+
+def _given_up(event: events.ServiceGivenUp) -> None:
+    kind = "core service" if event.core else "optional service"
+    _say(_service, logging.ERROR, event, f"given up ({kind}): {event.reason}")
+
+
+def _probe(event: events.ProbeChanged) -> None:
+    if event.error is None:
+        _say(_service, logging.INFO, event, "probe passes")
+    else:
+        _say(_service, logging.WARNING, event, f"probe fails: {event.error}")
+
+
+def _hook_failed(event: events.HookFailed) -> None:
+    level, then = (logging.ERROR, "which aborts that") if event.aborts else (logging.WARNING, "it goes on without")
+    _say(_service, level, event, f"hook {event.moment} failed, {then}: {event.error}")
+
+
+def _owner(event: Any) -> str:
+    if hasattr(event, "replica"):
+        return f"{event.service}.{event.replica}"
+    kind = next(kind for kind in ("loop", "group", "orchestrator") if hasattr(event, kind))
+    return str(getattr(event, kind))
+
+
 def _say(logger: Logger, level: int, event: Any, text: str, error: BaseException | None = None) -> None:
-    """Log one line that begins with the name of the event's loop or group."""
+    """Log one line that begins with the name of what the event is about: a loop, a group, a replica of a service."""
     if logger.isEnabledFor(level):
-        owner = event.group if logger is _group else event.loop
+        owner = _owner(event)
         logger.log(level, "%s", one_line(f"{owner}: {text}"), extra={"event": event}, exc_info=error)
 
 
