@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from mainspring.core.dispatcher import Dispatcher as Dispatcher
+    from mainspring.core.state_machine import OrchestratorState as OrchestratorState
     from mainspring.core.state_machine import ServiceState as ServiceState
     from mainspring.errors import BudgetExceededError as BudgetExceededError
     from mainspring.errors import ConfigError as ConfigError
@@ -94,6 +95,27 @@ if TYPE_CHECKING:
     from mainspring.runtime.scope import DaemonScope as DaemonScope
     from mainspring.runtime.shutdown_report import ShutdownReport as ShutdownReport
     from mainspring.runtime.signals import ShutdownCoordinator as ShutdownCoordinator
+    from mainspring.services.orchestrator import Orchestrator as Orchestrator
+    from mainspring.services.report import OrchestratorReport as OrchestratorReport
+    from mainspring.services.restarts import RestartType as RestartType
+    from mainspring.services.spec import ExecProbe as ExecProbe
+    from mainspring.services.spec import GrpcProbe as GrpcProbe
+    from mainspring.services.spec import HealthCheckSettings as HealthCheckSettings
+    from mainspring.services.spec import Hook as Hook
+    from mainspring.services.spec import HookMoment as HookMoment
+    from mainspring.services.spec import HookSettings as HookSettings
+    from mainspring.services.spec import HttpProbe as HttpProbe
+    from mainspring.services.spec import Lifecycle as Lifecycle
+    from mainspring.services.spec import Replacement as Replacement
+    from mainspring.services.spec import Resources as Resources
+    from mainspring.services.spec import ServiceSpec as ServiceSpec
+    from mainspring.services.spec import ShutdownSettings as ShutdownSettings
+    from mainspring.services.spec import StartupSettings as StartupSettings
+    from mainspring.services.spec import Strategy as Strategy
+    from mainspring.services.spec import TcpProbe as TcpProbe
+    from mainspring.services.status import OrchestratorStatus as OrchestratorStatus
+    from mainspring.services.status import ReplicaStatus as ReplicaStatus
+    from mainspring.services.status import ServiceStatus as ServiceStatus
     from mainspring.state.budget import Budget as Budget
     from mainspring.state.budget import BudgetTracker as BudgetTracker
     from mainspring.state.overrides import Overrides as Overrides
@@ -198,7 +220,15 @@ _HOMES = {
     "state.session.session": ("Session",),
     "state.session.snapshot": ("Snapshot",),
     "runtime.signals": ("ShutdownCoordinator",),
-    "core.state_machine": ("ServiceState",),
+    "core.state_machine": ("OrchestratorState", "ServiceState"),
+    "services.orchestrator": ("Orchestrator",),
+    "services.report": ("OrchestratorReport",),
+    "services.restarts": ("RestartType",),
+    "services.spec": (
+        "ExecProbe", "GrpcProbe", "HealthCheckSettings", "Hook", "HookMoment", "HookSettings", "HttpProbe", "Lifecycle",
+        "Replacement", "Resources", "ServiceSpec", "ShutdownSettings", "StartupSettings", "Strategy", "TcpProbe",
+    ),
+    "services.status": ("OrchestratorStatus", "ReplicaStatus", "ServiceStatus"),
     "threads.ticket": ("Ticket", "TicketWriter"),
     "watchdog.watchdog": ("HeartbeatSubject", "Watchdog"),
 }  # fmt: skip

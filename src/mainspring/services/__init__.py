@@ -9,7 +9,12 @@ The moving parts, lowest first:
   (``spawner``) has a small program (``spawner_main``) do it, so that a simulated one can stand in its place.
 - ``process``: one process, from the request to start it until nothing is left of it.
 - ``replica``: one process of a service at a time, from its first start to its last end.
-- ``orchestrator``: all services: their order, what one's failure means for the others, reloads and the end.
+- ``order``: which service starts after which, stops before which, and is restarted with which: decisions only.
+- ``managed_service``, ``tree``: all services with their replicas. Each replica is a task that waits for its turn. The
+  tree has them restarted together, as the strategy says, and brought down in order.
+- ``listening``: the sockets that the supervisor holds for services across their restarts.
+- ``orchestrator``: the face: signals, the state of the whole, what one's failure means for all, and the end. ``status`` and
+  ``report`` are what it tells.
 
 States. A replica is Initializing (its hooks run, its process is being started), Starting (the process runs and is not
 ready), Running, Degraded (it works and fails its probe), Restarting (its process has ended, or is being ended, for another

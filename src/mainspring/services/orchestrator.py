@@ -1,0 +1,311 @@
+"""``Orchestrator``: services that start in order, are kept running, and stop in order."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import TYPE_CHECKING
+
+import anyio
+
+from mainspring.core.dispatcher import Dispatcher
+from mainspring.core.state_machine import ORCHESTRATOR, OrchestratorState, StateMachine, Transition
+from mainspring.errors import ConfigError, InvalidParameterError
+from mainspring.events import OrchestratorStateChanged, ShutdownRequested
+from mainspring.runtime.hard_exit import last_words
+from mainspring.runtime.scope import DaemonScope
+from mainspring.runtime.signals import ShutdownCoordinator
+from mainspring.services.listening import SocketPlaces
+from mainspring.services.order import next_state
+from mainspring.services.report import OrchestratorReport, report_of
+from mainspring.services.restarts import Intensity
+from mainspring.services.spec import ServiceSpec, ShutdownSettings, Strategy
+from mainspring.services.status import OrchestratorStatus, status_of
+from mainspring.services.tree import ServiceTree
+from mainspring.threads.entry import AnywhereEvent, Entry
+from mainspring.validation import is_number, is_whole
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mainspring.services.managed_service import ManagedReplica
+    from mainspring.services.spawning import Spawner
+
+_STUCK_AFTER = 1.0
+"""Seconds beyond the last kill after which a replica that has not ended is cancelled."""
+
+
+class Orchestrator:
+    """Runs services: each starts when all it depends on are running, and stops before them.
+
+    It is Ready when all core services have started, Running while all services are well, Degraded while one is not. A core
+    service that is given up ends the whole, with exit status 1. It ends by itself when all replicas have ended, and its exit
+    status is the highest of theirs. It runs once.
+
+    :param services: at least one.
+    :param strategy: which services are restarted with one that has ended unexpectedly.
+    :param max_restarts: more restarts than that within ``period`` seconds end the whole; None: no limit.
+    :param shutdown: ``timeout`` caps the stop of all services together; what is left is killed. A service whose own
+        settings of the stop (other than the defaults) have a longer ``timeout`` has that.
+    :param spawner: starts the processes. Entered by :meth:`run`.
+    :param dispatcher: hears all events.
+    :raises ConfigError: a value cannot work; the services depend on unknown ones, on each other, or have one name.
+    """
+
+    def __init__(
+        self,
+        services: Sequence[ServiceSpec],
+        *,
+        name: str = "mainspring",
+        strategy: Strategy | str = Strategy.ONE_FOR_ONE,
+        max_restarts: int | None = None,
+        period: float = 60.0,
+        shutdown: ShutdownSettings | None = None,
+        spawner: Spawner,
+        dispatcher: Dispatcher | None = None,
+    ) -> None:
+        self.name = name
+        self.dispatcher = Dispatcher() if dispatcher is None else dispatcher
+        self.report: OrchestratorReport | None = None
+        """How its run ended; None before."""
+        self._shutdown = ShutdownSettings() if shutdown is None else shutdown
+        self._spawner = spawner
+        self._entry: Entry | None = None
+        self._ended: AnywhereEvent | None = None
+        self._reason: str | None = None
+        self._failure: str | None = None
+        self._finished = False
+        self._timeout = self._shutdown.timeout
+        self._limited = False
+        self._began_stop = 0.0
+        self._forced_by: int | None = None
+        self._dirty = True
+        self._killed: dict[ManagedReplica, float] = {}
+        self._machine: StateMachine[OrchestratorState] = StateMachine(
+            ORCHESTRATOR, OrchestratorState.UNINITIALIZED, name=f"orchestrator {name!r}", on_transition=self._emit
+        )
+        self._tree = ServiceTree(
+            _checked(services),
+            strategy=_strategy(strategy),
+            intensity=_intensity(max_restarts, period),
+            environment=dict(os.environ),
+            dispatcher=self.dispatcher,
+            changed=self._note_change,
+            escalate=self._escalate,
+        )
+
+    @property
+    def state(self) -> OrchestratorState:
+        """The present state."""
+        return self._machine.state
+
+    # ------------------------------------------------------------------------------------------------------- the run
+
+    async def run(self, *, install_signals: bool = True) -> OrchestratorReport:
+        """Run until a signal, a request, or the end of all services. Return how it ended.
+
+        With ``install_signals`` it receives SIGTERM and SIGINT. A second one kills what is left, a third ends this process.
+        Cancelled, it kills all processes.
+
+        :raises ConfigError: it has run already, or the address of a listening socket cannot be used.
+        """
+        if self._entry is not None:
+            raise ConfigError(f"orchestrator {self.name!r} runs once; make another one")
+        self._entry = Entry(f"orchestrator {self.name!r}")
+        self._ended = AnywhereEvent(f"end of orchestrator {self.name!r}")
+        try:
+            async with AsyncExitStack() as stack:
+                if install_signals:
+                    coordinator = ShutdownCoordinator.get() or ShutdownCoordinator()
+                    await stack.enter_async_context(
+                        coordinator.during_run(self.request_shutdown, self._on_signal_again)
+                    )
+                places = stack.enter_context(SocketPlaces())
+                stack.callback(self._tree.sockets.keep_only, ())
+                spawner = await stack.enter_async_context(self._spawner)
+                async with DaemonScope(f"services of {self.name}", timeout=0.0) as scope:
+                    await self._run_services(spawner, scope, places)
+                    scope.cancel()  # what does not even end when killed
+                self._conclude()
+        finally:
+            for state in (OrchestratorState.SHUTTING_DOWN, OrchestratorState.TERMINATED):
+                if self._machine.can(state):
+                    self._enter(state)
+            self._ended.set()
+        assert self.report is not None
+        return self.report
+
+    async def _run_services(self, spawner: Spawner, scope: DaemonScope, places: SocketPlaces) -> None:
+        self._began_stop = anyio.current_time()  # of a stop that was asked for before the run
+        if self._reason is None:
+            self._enter(OrchestratorState.INITIALIZING)
+            self._tree.open(spawner, scope, places)
+        while self._reason is None:
+            self._dirty = False
+            self._follow_services()
+            if self._tree.finished and self._reason is None:
+                self._finished = True
+                self._request("all services have ended", None)
+            await self._tree.changes.wait_for(lambda: self._dirty or self._reason is not None)
+        self._enter(OrchestratorState.SHUTTING_DOWN)
+        await self._bring_down()
+
+    def _follow_services(self) -> None:
+        tree = self._tree
+        while True:
+            new = next_state(
+                self.state, core_started=tree.core_started, all_started=tree.all_started, all_well=tree.all_well
+            )
+            if new is self.state:
+                return
+            self._enter(new)
+
+    async def _bring_down(self) -> None:
+        """Stop all services in reverse order. Kill each that is late, and leave what does not even end then."""
+        while self._tree.up:
+            self._tree.stop_next(self._tree.up)
+            self._dirty = False
+            due = self._kill_late()
+            now = anyio.current_time()
+            if due <= now:
+                return
+            await self._tree.changes.wait_for(lambda: self._dirty, lambda due=due: due)  # type: ignore[misc]
+
+    def _kill_late(self) -> float:
+        """Kill the replicas whose time is up. Return when the next one is due; now, if none is left to wait for."""
+        timeouts = {spec.name: self._limit_of(spec) for spec in self._tree.specs}
+        limits = self._tree.order.stop_limits(timeouts, self._timeout)
+        now, due = anyio.current_time(), math.inf
+        for managed in self._tree.replicas():
+            if managed.ended:
+                continue
+            at = self._began_stop + limits[managed.spec.name]
+            if managed not in self._killed and (at <= now or self._forced_by is not None):
+                self._killed[managed] = now
+                managed.replica.kill()
+            if managed in self._killed:
+                at = self._killed[managed] + managed.spec.lifecycle.shutdown.force_kill_timeout + _STUCK_AFTER
+            if at > now:
+                due = min(due, at)
+        return now if due == math.inf else due
+
+    def _limit_of(self, spec: ServiceSpec) -> float:
+        """Return the service's own limit. It has none where nothing is said of its stop, or a caller has set a limit."""
+        own = spec.lifecycle.shutdown
+        return 0.0 if own == ShutdownSettings() or self._limited else own.timeout
+
+    def _conclude(self) -> None:
+        self._enter(OrchestratorState.TERMINATED)
+        self.report = report_of(
+            self._tree.replicas(),
+            reason=self._reason or "",
+            failure=self._failure,
+            duration=anyio.current_time() - self._began_stop,
+            killed=self._killed,
+            statuses=self._tree.statuses if self._finished else (),
+            forced_by=self._forced_by,
+        )
+
+    # ------------------------------------------------------------------------------------------------------- stopping
+
+    def request_shutdown(self, reason: str = "request_shutdown()") -> None:
+        """Ask for the end, and return at once. Before the run it is remembered. Callable from any thread."""
+        self._call(partial(self._request, reason, None))
+
+    async def shutdown(self, timeout: float | None = None) -> bool:
+        """Stop all services, and wait for the end. Return False if a process had to be killed.
+
+        ``timeout`` (seconds) replaces that of the settings, and all longer ones of services. Before a run it is remembered, and
+        returns True. Cancelled, it stops waiting, and the shutdown goes on.
+
+        :raises InvalidParameterError: ``timeout`` is no number of seconds.
+        """
+        if timeout is not None and not is_number(timeout, 0):
+            raise InvalidParameterError(f"shutdown: timeout must be 0 or more seconds, not {timeout!r}")
+        self._call(partial(self._request, "shutdown()", timeout))
+        if self._ended is None:
+            return True
+        await self._ended.wait()
+        return self.report is not None and self.report.clean
+
+    def _call(self, fn: partial[None]) -> None:
+        if self._entry is None:
+            fn()
+        else:
+            self._entry.call(fn)
+
+    def _request(self, reason: str, timeout: float | None) -> None:
+        if timeout is not None:
+            self._timeout = min(timeout, self._timeout) if self._reason is not None else timeout
+            self._limited = True
+        if self._reason is None:
+            self._reason = reason
+            self._tree.closing = True
+            if self._entry is not None:
+                self._began_stop = anyio.current_time()
+                self.dispatcher.dispatch(ShutdownRequested(self.name, reason))
+        self._note_change()
+        self._tree.changes.notify_all()
+
+    def _escalate(self, why: str) -> None:
+        if self._reason is None:
+            self._failure = why
+        self._request(why, None)
+
+    def _on_signal_again(self, signum: int, count: int) -> None:
+        if count == 1:  # the shutdown was asked for by other means before
+            return
+        if self._forced_by is None:
+            self._forced_by = signum
+            self._request(signal.Signals(signum).name, None)
+            return
+        for managed in self._tree.replicas():
+            if not managed.ended:
+                managed.replica.kill()
+        last_words(lambda: "mainspring: the services were killed")
+        os._exit(128 + signum)
+
+    def _note_change(self) -> None:
+        self._dirty = True
+
+    # ------------------------------------------------------------------------------------------------------- states
+
+    def status(self) -> OrchestratorStatus:
+        """Return the present status of all services. It is called on the event loop of the run."""
+        return status_of(self.name, self._machine, self._tree.services, reason=self._reason, failure=self._failure)
+
+    def _enter(self, state: OrchestratorState) -> None:
+        self._machine.to(state, anyio.current_time())
+
+    def _emit(self, transition: Transition[OrchestratorState]) -> None:
+        seconds = 0.0 if transition.old is OrchestratorState.UNINITIALIZED else transition.seconds
+        self.dispatcher.dispatch(OrchestratorStateChanged(self.name, transition.old, transition.new, seconds))
+
+
+def _checked(services: Sequence[ServiceSpec]) -> list[ServiceSpec]:
+    if isinstance(services, str | ServiceSpec) or not all(isinstance(spec, ServiceSpec) for spec in services):
+        raise ConfigError(f"Orchestrator: services must be a list of ServiceSpec, not {services!r:.200}")
+    if not services:
+        raise ConfigError("Orchestrator: it needs at least one service")
+    return list(services)
+
+
+def _strategy(strategy: Strategy | str) -> Strategy:
+    try:
+        return Strategy(strategy)
+    except ValueError:
+        allowed = ", ".join(Strategy)
+        raise ConfigError(f"Orchestrator: strategy must be one of {allowed}, not {strategy!r}") from None
+
+
+def _intensity(most: int | None, period: float) -> Intensity | None:
+    if not (is_number(period, 0) and period):
+        raise ConfigError(f"Orchestrator: period must be above 0 seconds, not {period!r}")
+    if most is None:
+        return None
+    if not is_whole(most, 0):
+        raise ConfigError(f"Orchestrator: max_restarts must be a whole number from 0, or None, not {most!r}")
+    return Intensity(most, period)
