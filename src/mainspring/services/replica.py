@@ -178,7 +178,7 @@ class Replica:
 
     async def _run_once(self) -> ReplicaEnding | None:
         """Start a process, and see it to its end. Return how the replica ends, or None if it is to be started again."""
-        await self._unless_told(self._wait_before_start)
+        await self._unless(lambda: self._stop_asked, self._wait_before_start)
         if self._stop_asked:
             return ReplicaEnding(False, "stopped", 0)
         self._restart_asked = self._unwell = None
@@ -428,10 +428,12 @@ class Replica:
         async def run_all() -> None:
             passed.append(await run_hooks(moment, hooks, settings=settings, run=self._run_command, failed=failed))
 
-        if moment in (HookMoment.PRE_STOP, HookMoment.POST_STOP):
-            await run_all()
-        else:
-            await self._unless_told(run_all)
+        def is_pointless() -> bool:
+            if moment in (HookMoment.PRE_STOP, HookMoment.POST_STOP):
+                return self._hurried
+            return self._stop_asked or (self._process is not None and self._process.end is not None)
+
+        await self._unless(is_pointless, run_all)
         return not passed or passed[0]
 
     async def _run_command(self, command: tuple[str, ...]) -> CommandResult:
@@ -472,12 +474,14 @@ class Replica:
         if self._before_start is not None:
             await self._before_start(self)
 
-    async def _unless_told(self, fn: Callable[[], Awaitable[None]]) -> None:
-        """Run ``fn()``. A request to stop cancels it."""
+    async def _unless(self, over: Callable[[], bool], fn: Callable[[], Awaitable[None]]) -> None:
+        """Run ``fn()``, and cancel it as soon as ``over()`` holds."""
+        if over():
+            return
         async with anyio.create_task_group() as tasks:
 
             async def watch() -> None:
-                await self._condition.wait_for(lambda: self._stop_asked)
+                await self._condition.wait_for(over)
                 tasks.cancel_scope.cancel()
 
             tasks.start_soon(watch)
