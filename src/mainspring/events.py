@@ -379,3 +379,12 @@ class ServiceOutput(Event):
     replica: int
     stream: str
     line: str
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class ServiceNotified(Event):
+    """A process of a service has notified its supervisor, as ``sd_notify(3)`` does: ``{"STATUS": "…"}``."""
+
+    service: str
+    replica: int
+    news: dict[str, str]

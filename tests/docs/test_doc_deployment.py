@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from configparser import ConfigParser
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +13,14 @@ from doc_blocks import blocks_of
 from starlette.routing import Route
 
 from mainspring import InMemoryMailbox, LoopGroup, MainLoop
+from mainspring.cli.app import app
 from mainspring.http.app import health_app
 
 if TYPE_CHECKING:
     from doc_session import Session
 
-TUTORIAL = Path(__file__).parents[2] / "docs" / "tutorial.md"
+DOCS = Path(__file__).parents[2] / "docs"
+TUTORIAL = DOCS / "tutorial.md"
 
 
 def last(title: str) -> str:
@@ -62,3 +65,20 @@ def test_the_command_of_the_image_runs_and_ends_clean(session: Session, tmp_path
     )
     for block in blocks_of(page):
         session.play(block)
+
+
+def test_the_unit_for_systemd_fits_the_defaults() -> None:
+    (text,) = [block.text for block in blocks_of(DOCS / "shutdown.md") if block.title == "worker.service"]
+    unit = ConfigParser(interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment, method-assign]
+    unit.read_string(text)
+    service, settings = unit["Service"], some_group().settings
+    assert service["Type"] == "notify"
+    assert float(service["TimeoutStopSec"]) >= settings.stop_within
+    assert settings.block_threshold is not None
+    assert float(service["WatchdogSec"]) > settings.block_threshold
+    program, verb, *_ = service["ExecStart"].split()
+    assert program.endswith("/mainspring")
+    assert verb in {
+        command.name or command.callback.__name__ for command in app.registered_commands if command.callback
+    }

@@ -35,6 +35,7 @@ from mainspring.mailbox.mailbox import Mailbox
 from mainspring.mailbox.ownership import open_in
 from mainspring.runtime.hard_exit import last_words
 from mainspring.runtime.scope import DaemonScope
+from mainspring.runtime.service_manager import service_manager
 from mainspring.runtime.shutdown_report import EXIT_BY_SIGNAL, EXIT_CANCELLED, Ending, PartReport, ShutdownReport
 from mainspring.runtime.signals import ShutdownCoordinator
 from mainspring.threads.entry import AnywhereEvent, Entry
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
 
     from mainspring.core.dispatcher import Dispatcher
     from mainspring.group.settings import GroupSettings
+    from mainspring.runtime.service_manager import ServiceManager
     from mainspring.worker.actor import LoopActor
     from mainspring.worker.delivery import Wrapper
 
@@ -102,6 +104,8 @@ class Lifetime:
         self._exit_at = math.inf
         self._starting = anyio.CancelScope()
         self._watch: BlockWatch | None = None
+        self._watchdog: Watchdog | None = None
+        self._manager = service_manager() if owner else None
         self._scopes: list[DaemonScope] = []
         self._loops = [actor.loop for actor in actors]
         self.managed_loops = [
@@ -129,6 +133,8 @@ class Lifetime:
                 await self._watch_for_blocks(stack)
                 health = await stack.enter_async_context(DaemonScope(f"{self.name} health", timeout=5.0))
                 self._scopes.append(health)
+                if self._manager is not None:
+                    health.start_soon(self._manager.run, self._alive, name="signs of life")
                 if self._serve is not None:
                     await self._serve(health)
                 await self._run_loops(ready)
@@ -201,7 +207,7 @@ class Lifetime:
         for text in self._warnings:
             self._dispatcher.dispatch(CalibrationWarning(self.name, text))
         if self.settings.watchdog_threshold is not None:
-            watchdog = Watchdog(
+            self._watchdog = Watchdog(
                 self._subjects,
                 threshold=self.settings.watchdog_threshold,
                 interval=self.settings.watchdog_interval,
@@ -209,7 +215,7 @@ class Lifetime:
                 dispatcher=self._dispatcher,
                 kill=self.settings.kill,
             )
-            scope.start_soon(watchdog.run, name="watchdog")
+            scope.start_soon(self._watchdog.run, name="watchdog")
         capacity = Capacity(self.settings.max_concurrency) if self.settings.max_concurrency is not None else None
         for managed in self.managed_loops:
             run: Callable[..., Any] = managed.run
@@ -242,6 +248,10 @@ class Lifetime:
         self.shutdown.request(reason, self.settings.shutdown_timeout if timeout is None else timeout, delay=delay)
         if first:
             self._dispatcher.dispatch(ShutdownRequested(self.name, reason))
+            if self._manager is not None:
+                delay_seconds = self.settings.drain_delay if delay else 0.0
+                limit = self.settings.shutdown_timeout if timeout is None else timeout
+                self._manager.stopping(delay_seconds + limit + self.settings.hard_limit, f"stopping: {reason}")
             if not self.started:  # something that is being opened may not let itself be cancelled
                 self._starting.cancel()
                 self._arm_exit(anyio.current_time() + self.settings.shutdown_timeout)
@@ -310,6 +320,8 @@ class Lifetime:
             now, read_at = anyio.current_time(), clock.monotonic()
             left = max(0.0, deadline - now) + self.settings.hard_limit
             self._exit_at = min(self._exit_at, read_at + left)
+            if self._manager is not None:
+                self._manager.extend(left)
             self._watch.exit_by(
                 left,
                 status=status,
@@ -425,6 +437,19 @@ class Lifetime:
         self._dispatcher.dispatch(
             GroupStateChanged(self.name, transition.old, transition.new, transition.seconds, in_flight, timeout)
         )
+        if self._manager is not None:
+            self._tell_manager(self._manager, transition.new, in_flight)
+
+    def _tell_manager(self, manager: ServiceManager, state: GroupState, in_flight: int) -> None:
+        if state is GroupState.RUNNING:
+            manager.ready(f"running {counted(len(self.managed_loops), 'loop')}")
+        elif state not in BEFORE_SHUTDOWN:
+            waits = f", {counted(in_flight, 'message')} in hand" if in_flight else ""
+            manager.tell(STATUS=f"stopping: {self.shutdown.reason}: {state}{waits}")
+
+    def _alive(self) -> bool:
+        """Return True while the group is live as ``/health/live`` has it, and its watchdog waits for no stalled message."""
+        return self.crash is None and not (self._watchdog is not None and self._watchdog.stalled)
 
 
 async def _run_within(capacity: Capacity, managed: ManagedLoop, loop: MainLoop, keywords: dict[str, Any]) -> None:

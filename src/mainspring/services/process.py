@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from mainspring.events import ServiceOutput
+from mainspring.events import ServiceNotified, ServiceOutput
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,8 +44,6 @@ class ServiceProcess:
         """When it became ready; None before."""
         self.hurried = False
         """True if it is to be killed rather than drained."""
-        self.drain_by = math.inf
-        """The instant at which a drain ends in any case."""
         self.killed = False
         """True if it had to be killed."""
         self.notice = ""
@@ -56,6 +54,7 @@ class ServiceProcess:
         self._ready_line = None if spec.ready_line is None else re.compile(spec.ready_line)
         self._notified = not spec.notify
         self._extended_until = -math.inf
+        self._drained_by: float | None = None
 
     async def start(self, spawner: Spawner, launch: Launch) -> None:
         """Start it.
@@ -92,7 +91,7 @@ class ServiceProcess:
         self._dispatcher.dispatch(ServiceOutput(self._spec.name, self._number, stream, line))
 
     def on_notify(self, news: Mapping[str, str]) -> None:
-        """Take note of a notification (see ``sd_notify(3)``). What is not known is passed over."""
+        """Take note of a notification (see ``sd_notify(3)``), and pass it on."""
         if news.get("READY") == "1":
             self._notified = True
         self.notice = news.get("STATUS", self.notice)
@@ -101,6 +100,7 @@ class ServiceProcess:
         more = news.get("EXTEND_TIMEOUT_USEC", "")
         if more.isascii() and more.isdigit() and len(more) <= _MAX_DIGITS:
             self._extended_until = anyio.current_time() + int(more) / 1e6
+        self._dispatcher.dispatch(ServiceNotified(self._spec.name, self._number, dict(news)))
         self._condition.notify_all()
 
     # ---------------------------------------------------------------------------------------------------------- its end
@@ -114,10 +114,12 @@ class ServiceProcess:
         assert self.spawned is not None
         condition, now = self._condition, anyio.current_time()
         latest = now + max(0.0, within - force_kill_timeout)
-        drained_by = now + drain_timeout
+        if self._drained_by is None:
+            self._drained_by = now + drain_timeout
 
         def deadline() -> float:
-            return min(self.extended(drained_by), latest, self.drain_by)
+            assert self._drained_by is not None
+            return min(self.extended(self._drained_by), latest)
 
         if self.end is None:
             self.spawned.send_signal(signal.SIGTERM)
@@ -131,6 +133,21 @@ class ServiceProcess:
             killed_by = anyio.current_time() + force_kill_timeout
             await condition.wait_for(lambda: self.empty, lambda: killed_by)
         return self.empty
+
+    def hurry(self, within: float) -> None:
+        """Send SIGTERM again. From now on its drain has ``within`` seconds, or as long as it asks for from now on."""
+        if self.spawned is not None and self.end is None:
+            self._drained_by = anyio.current_time() + within
+            self._extended_until = -math.inf
+            self.spawned.send_signal(signal.SIGTERM)
+            self._condition.notify_all()
+
+    def kill(self) -> None:
+        """Kill it at once, instead of a drain."""
+        self.hurried = True
+        if self.spawned is not None and not self.empty:
+            self.spawned.kill()
+        self._condition.notify_all()
 
     async def destroy(self, timeout: float) -> None:
         """Kill it, and wait up to ``timeout`` seconds until nothing is left, also if the caller was cancelled."""

@@ -64,6 +64,8 @@ class Replica:
     :param socket: the path of a Unix socket that its process may serve its probes on (``MAINSPRING_SOCKET``).
     :param listening: descriptors of listening sockets that its processes get.
     :param before_start: awaited before each start; a stop ends the wait.
+    :param on_worn: called with the reason when its process is to be replaced by a fresh one (``replace_after``). It is to call
+        :meth:`request_restart` when it suits. None: at once.
     :param on_restart: called when its process has ended by itself, or is not well, and another one is to be started.
     :param changed: called after each change of what it shows.
     """
@@ -80,6 +82,7 @@ class Replica:
         listening: Sequence[int] = (),
         before_start: Callable[[Replica], Awaitable[object]] | None = None,
         on_restart: Callable[[Replica], object] | None = None,
+        on_worn: Callable[[Replica, str], object] | None = None,
         changed: Callable[[Replica], object] | None = None,
     ) -> None:
         self.spec = spec
@@ -97,6 +100,7 @@ class Replica:
         self._listening = tuple(listening)
         self._before_start = before_start
         self._on_restart = on_restart
+        self._on_worn = on_worn
         self._on_change = changed
         self._condition = ConditionVariable()
         self._stop_asked = False
@@ -144,19 +148,19 @@ class Replica:
             self._condition.notify_all()
 
     def hurry(self) -> None:
-        """Have it stop soon: its process gets SIGTERM again, and ``force_kill_timeout`` seconds at most before it is killed."""
+        """Have it stop soon: its process gets SIGTERM again, and ``force_kill_timeout`` seconds before it is killed.
+
+        The process may ask for more (``EXTEND_TIMEOUT_USEC``).
+        """
         self.request_stop()
-        process = self._process
-        if process is not None and process.spawned is not None and process.end is None:
-            process.drain_by = anyio.current_time() + self.spec.lifecycle.shutdown.force_kill_timeout
-            process.spawned.send_signal(signal.SIGTERM)
-            self._condition.notify_all()
+        if self._process is not None:
+            self._process.hurry(self.spec.lifecycle.shutdown.force_kill_timeout)
 
     def kill(self) -> None:
-        """Have it kill its process instead of draining it, now and from now on, and stay down."""
+        """Have it kill its process at once instead of draining it, and stay down."""
         self._hurried = True
         if self._process is not None:
-            self._process.hurried = True
+            self._process.kill()
         self.request_stop()
 
     # ------------------------------------------------------------------------------------------------------------ life
@@ -273,25 +277,35 @@ class Replica:
 
     async def _wait_for_cause(self, process: ServiceProcess) -> None:
         """Wait until there is a cause to end the process, or it has ended."""
-        replace = self.spec.replace_after
-        if replace.age is not None:
-            assert process.ready_at is not None
-            until = process.ready_at + replace.age
+
+        def is_over() -> bool:
+            return process.end is not None or self._told or self._unwell is not None
+
+        worn = await self._wait_until_worn(process, is_over)
+        if worn is not None:
+            self._replace_worn(worn)
+            await self._condition.wait_for(is_over)
+
+    async def _wait_until_worn(self, process: ServiceProcess, is_over: Callable[[], bool]) -> str | None:
+        """Return why the process is to be replaced by a fresh one, or None once ``is_over()``."""
+        most, oldest = self.spec.replace_after.memory, self.spec.replace_after.age
+        old_at = math.inf if oldest is None else anyio.current_time() + oldest
         while True:
-            look_at = anyio.current_time() + MEMORY_CHECK_INTERVAL if replace.memory is not None else math.inf
-            due = min(look_at, until) if replace.age is not None else look_at
-            if await self._condition.wait_for(
-                lambda: process.end is not None or self._told or self._unwell is not None or process.used_up,
-                lambda due=due: due,  # type: ignore[misc]
-            ):
-                if process.used_up and process.end is None and not self._told:
-                    self.request_restart("it has handled its number of messages")
-                return
-            memory = None if process.spawned is None or replace.memory is None else process.spawned.memory
-            if replace.age is not None and anyio.current_time() >= until:
-                self.request_restart(f"it is {replace.age:g} s old")
-            elif memory is not None and replace.memory is not None and memory > replace.memory:
-                self.request_restart(f"it uses {memory} bytes of memory")
+            look_at = math.inf if most is None else anyio.current_time() + MEMORY_CHECK_INTERVAL
+            due = min(look_at, old_at)
+            if await self._condition.wait_for(lambda: is_over() or process.used_up, lambda due=due: due):  # type: ignore[misc]
+                return None if is_over() else "it has handled its number of messages"
+            if anyio.current_time() >= old_at:
+                return f"it is {oldest:g} s old"
+            memory = None if process.spawned is None else process.spawned.memory
+            if most is not None and memory is not None and memory > most:
+                return f"it uses {memory} bytes of memory"
+
+    def _replace_worn(self, reason: str) -> None:
+        if self._on_worn is None:
+            self.request_restart(reason)
+        else:
+            self._on_worn(self, reason)
 
     async def _take_down(self, process: ServiceProcess, decision: RestartDecision | None) -> bool:
         """Bring the process to its end, in the state that the decision means. Return True if nothing of it is left."""

@@ -212,6 +212,11 @@ class Watchdog:
         self._looked = 0.0
         self._pardons = Pardons(noise=min(threshold, interval) / 100)
 
+    @property
+    def stalled(self) -> bool:
+        """True while a subject that was cancelled as stalled has not ended."""
+        return any(not subject.done for subject, _ in self._stalled.values())
+
     async def run(self) -> None:
         """Watch until cancelled. Cancellation leaves nothing behind; what was cancelled before stays so."""
         self._stalled.clear()
