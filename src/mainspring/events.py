@@ -333,12 +333,18 @@ class ServiceProcessEnded(Event):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class ServiceStartFailed(Event):
-    """A process of a service could not be started, or has not become ready in time; ``restart_in`` as in the event before."""
+    """A process of a service could not be started, or has not become ready in time.
+
+    ``restart_in`` and ``restarts`` are as in :class:`ServiceProcessEnded`. ``status``: the exit status of the process; 1 if
+    there was none.
+    """
 
     service: str
     replica: int
     error: str
     restart_in: float | None
+    status: int = 1
+    restarts: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

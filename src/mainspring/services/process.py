@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import signal
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import anyio
@@ -25,6 +26,8 @@ USED_UP = "X_MAINSPRING_USED_UP"
 """A notification that a process asks to be replaced: it has handled its number of messages."""
 _MAX_DIGITS = 20
 """Digits of the greatest number of microseconds that a notification can mean: it has 64 bits."""
+DRAIN_TIMEOUT = "X_MAINSPRING_DRAIN_TIMEOUT"
+"""A notification of the seconds that a process may need to drain: they replace the drain timeout of its service."""
 
 
 class ServiceProcess:
@@ -54,6 +57,7 @@ class ServiceProcess:
         self._ready_line = None if spec.ready_line is None else re.compile(spec.ready_line)
         self._notified = not spec.notify
         self._extended_until = -math.inf
+        self._drain_timeout: float | None = None
         self._drained_by: float | None = None
 
     async def start(self, spawner: Spawner, launch: Launch) -> None:
@@ -97,6 +101,9 @@ class ServiceProcess:
         self.notice = news.get("STATUS", self.notice)
         self.finished = self.finished or FINISHED in news
         self.used_up = self.used_up or USED_UP in news
+        if DRAIN_TIMEOUT in news:
+            with suppress(ValueError):
+                self._drain_timeout = max(0.0, float(news[DRAIN_TIMEOUT]))
         more = news.get("EXTEND_TIMEOUT_USEC", "")
         if more.isascii() and more.isdigit() and len(more) <= _MAX_DIGITS:
             self._extended_until = anyio.current_time() + int(more) / 1e6
@@ -115,7 +122,7 @@ class ServiceProcess:
         condition, now = self._condition, anyio.current_time()
         latest = now + max(0.0, within - force_kill_timeout)
         if self._drained_by is None:
-            self._drained_by = now + drain_timeout
+            self._drained_by = now + (drain_timeout if self._drain_timeout is None else self._drain_timeout)
 
         def deadline() -> float:
             assert self._drained_by is not None

@@ -377,14 +377,16 @@ class Replica:
     def _tell_end(self, process: ServiceProcess, error: str | None, *, told: bool, delay: float | None = None) -> None:
         service, number = self.spec.name, self.number
         self.error = error or self._unwell or (None if told else _how(process.end))
+        status = 1 if process.end is None else process.end.status
+        restarts = self.life.counts.restarts + self.life.counts.start_failures
         if error is not None:
-            self._dispatcher.dispatch(ServiceStartFailed(service, number, error, delay))
+            self._dispatcher.dispatch(ServiceStartFailed(service, number, error, delay, status, restarts))
         elif process.spawned is not None:
-            pid, status = process.spawned.pid, 1 if process.end is None else process.end.status
-            restarts = self.life.counts.restarts
             how = f"{_how(process.end)}: {self._unwell}" if self._unwell is not None else _how(process.end)
             self._dispatcher.dispatch(
-                ServiceProcessEnded(service, number, pid, how, status, delay, told=told, restarts=restarts)
+                ServiceProcessEnded(
+                    service, number, process.spawned.pid, how, status, delay, told=told, restarts=restarts
+                )
             )
 
     # ---------------------------------------------------------------------------------------------------------- probes
