@@ -60,21 +60,18 @@ def in_a_row(answers):
 
 
 def model(answers, *, max_failures, successes, first):
-    """The verdict by all answers, without a state: what the last long run of failures or successes has decided."""
-    verdict = first
-    for end in range(1, len(answers) + 1):
-        run = in_a_row(answers[:end])
-        if answers[end - 1] is None:
-            verdict = WELL if run >= successes else verdict
-        elif run >= max_failures or verdict is FAILED:
-            verdict = FAILED
-        else:
-            verdict = UNWELL
-    return verdict
+    """The verdict by all answers: the last run of failures or successes that was long enough decides."""
+    runs = [in_a_row(answers[:end]) for end in range(1, len(answers) + 1)]
+    well = [end for end, run in enumerate(runs) if answers[end] is None and run >= successes]
+    failed = [end for end, run in enumerate(runs) if answers[end] is not None and run >= max_failures]
+    well_at, failed_at = max(well, default=-1), max(failed, default=-1)
+    if failed_at > well_at or (first is FAILED and not well):
+        return FAILED
+    return UNWELL if any(answers[well_at + 1 :]) else WELL
 
 
 @given(
-    st.lists(st.sampled_from([None, "down"]), max_size=30),
+    st.lists(st.sampled_from([None, "down"]), max_size=12),
     st.integers(1, 5),
     st.integers(1, 4),
     st.sampled_from([WELL, FAILED]),
