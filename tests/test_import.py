@@ -16,7 +16,7 @@ HEAVY = [
 FEATURES = [
     # Ours that begin with a feature: HTTP, metrics and the status, the command line, kept state, pools, tests, another store.
     "mainspring.cli", "mainspring.http", "mainspring.mailbox.memory", "mainspring.mailbox.nats", "mainspring.mailbox.postgres",
-    "mainspring.mailbox.redis", "mainspring.mailbox.tls", "mainspring.offload", "mainspring.state",
+    "mainspring.mailbox.redis", "mainspring.mailbox.tls", "mainspring.offload", "mainspring.services", "mainspring.state",
     "mainspring.telemetry.metrics", "mainspring.telemetry.status", "mainspring.testing",
     # Others' that they need.
     "anycorn", "anyio.pytest_plugin", "fastapi", "hiredis", "http", "logging.config", "multiprocessing", "nats",

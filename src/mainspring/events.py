@@ -267,11 +267,15 @@ class GroupStopped(Event):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class CheckChanged(Event):
-    """A readiness check passes (``error`` is None) or fails, unlike before."""
+    """A readiness check passes (``error`` is None) or fails, unlike before.
+
+    ``failed``: it keeps the group from being ready.
+    """
 
     group: str
     check: str
     error: str | None
+    failed: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

@@ -39,51 +39,122 @@ async def test_before_and_after_a_run_it_is_not_ready(virtual_clock):
     assert group.status().reasons == ("not running",)
 
 
+def changes_of(group):
+    changes = []
+    group.dispatcher.subscribe(CheckChanged, lambda e: changes.append((e.check, e.error, e.failed)))
+    return changes
+
+
+class Answers:
+    """An async check that passes while ``error`` is None, and takes ``seconds``; ``asked`` is when it was called."""
+
+    def __init__(self, error=None):
+        self.error = error
+        self.seconds = 0.0
+        self.asked = []
+
+    async def __call__(self):
+        self.asked.append(anyio.current_time())
+        await anyio.sleep(self.seconds)
+        if self.error is not None:
+            raise self.error
+        return True
+
+
+async def test_a_check_is_asked_at_its_interval_and_its_third_failure_in_a_row_turns_readiness(virtual_clock):
+    database, cache = Answers(), Answers()
+    group, _ = one_loop_group(quick, checks={"database": database, "cache": cache})
+    changes = changes_of(group)
+    async with running(group):
+        assert not group.status().ready  # it has not passed yet
+        await anyio.sleep(1)
+        assert group.status().ready
+        database.error = OSError("no route")
+        for instant in (10, 20):
+            await anyio.sleep_until(instant + 1)
+            status = group.status()
+            assert (status.ready, status.reasons) == (True, ())
+            assert status.checks == {"database": "OSError: no route", "cache": None}
+        await anyio.sleep_until(31)
+        assert group.status().reasons == ("check 'database': OSError: no route",)
+        assert group.status().live
+        database.error = None
+        await anyio.sleep_until(41)
+        assert group.status().ready
+        assert database.asked == cache.asked == [0, 10, 20, 30, 40]
+        await group.shutdown()
+    assert changes == [
+        ("database", None, False), ("cache", None, False), ("database", "OSError: no route", False),
+        ("database", "OSError: no route", True), ("database", None, False),
+    ]  # fmt: skip
+
+
+async def test_a_failure_now_and_then_does_not_turn_readiness(virtual_clock):
+    flaky = Answers()
+    group, _ = one_loop_group(quick, checks={"flaky": flaky}, check_max_failures=2, check_interval=5)
+    async with running(group):
+        for number in range(20):
+            flaky.error = OSError("blip") if number % 2 else None
+            await anyio.sleep_until(5 * number + 1)
+            assert group.status().ready
+        assert len(flaky.asked) == 20
+        await group.shutdown()
+
+
+async def test_before_it_has_passed_for_the_first_time_each_failure_counts(virtual_clock):
+    group, _ = one_loop_group(quick, checks={"database": Answers(OSError("starting"))})
+    async with running(group):
+        assert (await asked(group)).reasons == ("check 'database': OSError: starting",)
+        await group.shutdown()
+
+
+async def test_a_failed_check_is_asked_by_probes_at_most_once_a_second_and_one_that_passes_is_not(virtual_clock):
+    database = Answers(OSError("down"))
+    group, _ = one_loop_group(quick, checks={"database": database}, check_interval=60)
+    async with running(group):
+        for _ in range(8):
+            await asked(group)
+            await anyio.sleep(0.5)
+        assert database.asked == [0, 1, 2, 3]
+        database.error = None
+        await asked(group)
+        assert group.status().ready
+        for _ in range(70):
+            await anyio.sleep(0.5)
+            await asked(group)
+        assert database.asked == [0, 1, 2, 3, 4]
+        await anyio.sleep(60)
+        assert database.asked[5:] == [64]  # an interval after its last answer
+        await group.shutdown()
+
+
 @pytest.mark.parametrize("timeout", [None, 5.0])
-async def test_checks_pass_fail_and_recover(virtual_clock, timeout):
-    state = {"plain": True, "raising": None, "slow": 0.0}
-
-    def plain():
-        return state["plain"]
-
-    async def raising():
-        if state["raising"] is not None:
-            raise state["raising"]
-
-    async def slow():
-        await anyio.sleep(state["slow"])
-
+async def test_a_check_that_hangs_has_failed_at_its_timeout_and_holds_up_no_other(virtual_clock, timeout):
+    slow, other = Answers(), Answers()
+    slow.seconds = 1000
     group, _ = one_loop_group(
-        quick,
-        checks={"plain": plain, "raising": raising, "slow": slow},
-        **({"check_timeout": timeout} if timeout else {}),
+        quick, checks={"slow": slow, "other": other}, **({"check_timeout": timeout} if timeout else {})
     )
     timeout = timeout or 0.8
-    changes = []
-    group.dispatcher.subscribe(CheckChanged, lambda e: changes.append((e.check, e.error)))
     async with running(group):
-        assert not group.status().ready  # nobody has asked yet, so nobody knows
-        assert (await asked(group)).ready
-        changes.clear()
-        state.update(plain=False, raising=OSError("no route"), slow=1000)
-        assert group.status().ready  # asked again only when somebody wants to know, and not within a second
-        assert (await asked(group)).ready
-        await anyio.sleep(1.01)
-        began = virtual_clock.now
         status = await asked(group)
-        assert virtual_clock.now - began == pytest.approx(timeout)  # however long a check hangs
-        assert (status.ready, status.live) == (False, True)
-        assert set(status.reasons) == {
-            "check 'plain': it returned False",
-            "check 'raising': OSError: no route",
-            f"check 'slow': no answer within {timeout:g} s",
-        }
-        assert len(changes) == 3
-        state.update(plain=None, raising=None, slow=timeout * 0.9)
+        assert virtual_clock.now == pytest.approx(timeout)
+        assert status.reasons == (f"check 'slow': no answer within {timeout:g} s",)
+        slow.seconds = timeout * 0.9
         await anyio.sleep(1.01)
         assert (await asked(group)).ready
-        assert sorted(changes[3:]) == [("plain", None), ("raising", None), ("slow", None)]
+        assert other.asked[:2] in ([0], [0, 10])
         await group.shutdown()
+
+
+async def test_no_check_is_asked_once_the_group_has_ended(virtual_clock):
+    database = Answers()
+    group, _ = one_loop_group(quick, checks={"database": database})
+    async with running(group):
+        await anyio.sleep(15)
+        await group.shutdown()
+    await anyio.sleep(100)
+    assert database.asked == [0, 10]
 
 
 async def test_a_check_that_is_cancelled_by_itself_has_failed_and_the_others_count(anyio_backend_name):
@@ -371,15 +442,13 @@ async def test_a_plain_check_runs_in_a_thread_and_one_that_hangs_is_not_started_
             hanging.set()
             answer.wait(60)
 
-    group, _ = one_loop_group(quick, checks={"database": ask})
+    group, _ = one_loop_group(quick, checks={"database": ask}, check_max_failures=1)
     async with running(group):
         assert (await asked(group)).ready
         assert threading.get_ident() not in threads
-        await anyio.sleep(1)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(group.refresh_checks)
-            await anyio.to_thread.run_sync(hanging.wait, 60)
-            virtual_clock.advance(0.8)  # the clock stands still for a thread
+        virtual_clock.advance(10)
+        await anyio.to_thread.run_sync(hanging.wait, 60)
+        virtual_clock.advance(0.8)  # the clock stands still for a thread
         for _ in range(3):
             await anyio.sleep(10)
             assert (await asked(group)).reasons == ("check 'database': no answer within 0.8 s",)

@@ -46,7 +46,9 @@ async def test_whatever_a_check_raises_is_its_answer(error):
     async def coroutine():
         raise error
 
-    checks = Checks("group", {"plain": plain, "coroutine": coroutine}, Dispatcher(), 5.0)
+    checks = Checks(
+        "group", {"plain": plain, "coroutine": coroutine}, Dispatcher(), timeout=5.0, interval=10.0, max_failures=3
+    )
     with anyio.fail_after(10):
         await checks.refresh()
     assert [type(error).__name__ in answer for answer in checks.results.values()] == [True, True]

@@ -89,6 +89,11 @@ CASES = [
     (events.GroupStopped("shop", 0, "shutdown: clean\n  part: ok"), "INFO", "exit status 0: shutdown: clean | part: ok"),
     (events.GroupStopped("shop", 70, "shutdown: not clean"), "ERROR", "exit status 70: shutdown: not clean"),
     (events.CheckChanged("shop", "database", "refused"), "WARNING", "check database fails: refused"),
+    (
+        events.CheckChanged("shop", "database", "refused", failed=True),
+        "WARNING",
+        "check database has failed, and the group is not ready: refused",
+    ),
     (events.CheckChanged("shop", "database", None), "INFO", "check database passes"),
     (events.CalibrationWarning("shop", "the lease is too short"), "WARNING", "shop: the lease is too short"),
     (events.OrchestratorStateChanged("shop", ORCHESTRATOR.READY, ORCHESTRATOR.RUNNING, 0.5), "INFO", "shop: running (ready"),

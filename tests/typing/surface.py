@@ -353,6 +353,8 @@ async def groups(loop: MainLoop) -> None:
         cancel_grace=5,
         drain_delay=0,
         check_timeout=2,
+        check_interval=5,
+        check_max_failures=1,
         max_concurrency=10,
         health_host="127.0.0.1",
         health_port=8080,

@@ -1,21 +1,16 @@
-"""Readiness checks: a user's functions, called with a deadline when readiness is asked for."""
+"""Readiness checks: a user's functions, asked by the rules that hold for the probes of services."""
 
 from __future__ import annotations
 
-import inspect
-from contextvars import copy_context
-from functools import partial
+import math
 from typing import TYPE_CHECKING
 
 import anyio
 
-from mainspring.core.clock import real_work
-from mainspring.core.introspection import is_async, name_of, ran
-from mainspring.core.run_in_context import run_in
-from mainspring.errors import describe
 from mainspring.events import CheckChanged
-from mainspring.runtime.cancellation import SpuriousAsError
-from mainspring.threads.own_thread import OwnThread
+from mainspring.runtime.interval import Periodic
+from mainspring.services.callables import Prober, verdict_of
+from mainspring.services.health import Health, HealthVerdict, Tolerance
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -23,82 +18,88 @@ if TYPE_CHECKING:
     from mainspring.core.dispatcher import Dispatcher
 
 FRESH = 1.0
-"""Seconds for which an answer is good: many probes at once ask the database once."""
-
-
-class _StillOutError(Exception):
-    """The check's thread has not returned from an earlier call."""
+"""Seconds for which a failure is not asked again, however often readiness is."""
 
 
 class Checks:
-    """Runs the checks, all at once, and remembers their answers: None where one passes, else why not.
+    """Asks each check every ``interval`` seconds, and remembers what its answers mean.
 
     A check passes if it returns anything but False. It fails if it returns False, raises, takes longer than ``timeout``
     seconds, or returns work that has not run, as a generator. A plain function is called in a thread of its own, and not again
-    before it has returned; the end of the program does not wait for it.
+    before it has returned; the end of the program does not wait for it. One that has passed has failed after ``max_failures``
+    failures in a row. Before it has passed for the first time, it has failed.
     """
 
     def __init__(
-        self, group: str, checks: Mapping[str, Callable[[], object]], dispatcher: Dispatcher, timeout: float
+        self,
+        group: str,
+        checks: Mapping[str, Callable[[], object]],
+        dispatcher: Dispatcher,
+        *,
+        timeout: float,
+        interval: float,
+        max_failures: int,
     ) -> None:
         self._group = group
-        self._checks = dict(checks)
         self._dispatcher = dispatcher
         self._timeout = timeout
-        self._asked: float | None = None
-        self._lock: anyio.Lock | None = None
-        self._out: set[str] = set()  # plain checks whose threads have not returned
-        self.results: dict[str, str | None] = dict.fromkeys(self._checks, "not asked yet")
+        self._interval = interval
+        self._checks = [_Check(name, fn, Tolerance(max_failures)) for name, fn in checks.items()]
+
+    @property
+    def results(self) -> dict[str, str | None]:
+        """For each check None where it passes, else why not."""
+        return {check.name: check.health.error for check in self._checks}
+
+    @property
+    def failed(self) -> dict[str, str]:
+        """Of the checks that keep the group from being ready: why."""
+        return {check.name: check.health.error or "" for check in self._checks if check.failed}
+
+    async def run(self) -> None:
+        """Ask each of them every ``interval`` seconds, until cancelled."""
+        async with anyio.create_task_group() as tasks:
+            for check in self._checks:
+                tasks.start_soon(self._run, check)
 
     async def refresh(self) -> None:
-        """Ask every check whose answer is not fresh."""
-        if not self._checks:
-            return
-        if self._lock is None:
-            self._lock = anyio.Lock()
-        async with self._lock:
-            if self._asked is not None and anyio.current_time() - self._asked < FRESH:
+        """Ask again the checks that keep the group from being ready, where their answers are older than a second."""
+        async with anyio.create_task_group() as tasks:
+            for check in self._checks:
+                if check.failed:
+                    tasks.start_soon(self._ask, check, min(FRESH, self._interval))
+
+    async def _run(self, check: _Check) -> None:
+        async def step(_: float) -> float:
+            await self._ask(check, self._interval)
+            return check.asked + self._interval
+
+        await Periodic(step, first=-math.inf).run_on(self._interval)
+
+    async def _ask(self, check: _Check, fresh: float) -> None:
+        """Ask a check, unless its last answer is less than ``fresh`` seconds old."""
+        async with check.lock:
+            if anyio.current_time() < check.asked + fresh:  # exactly what its next turn is reckoned by
                 return
-            async with anyio.create_task_group() as tasks:
-                for name, check in self._checks.items():
-                    tasks.start_soon(self._ask, name, check)
-            self._asked = anyio.current_time()
+            error = await verdict_of(check.prober, timeout=self._timeout)
+            check.asked = anyio.current_time()
+            before = check.health.error, check.failed
+            check.health.note(error)
+            if before != (check.health.error, check.failed):
+                self._dispatcher.dispatch(CheckChanged(self._group, check.name, error, check.failed))
 
-    async def _ask(self, name: str, check: Callable[[], object]) -> None:
-        late = f"no answer within {self._timeout:g} s"
-        error: str | None = late
-        with anyio.move_on_after(self._timeout) as scope:
-            try:
-                called = partial(self._call, name, check)
-                async with SpuriousAsError("it was cancelled by itself"):
-                    answer = await run_in(copy_context(), called, lambda: scope.cancel_called)
-                error = "it returned False" if answer is False else None
-            except _StillOutError:
-                error = late
-            except anyio.get_cancelled_exc_class():
-                raise
-            except BaseException as raised:  # it fails, and ends nothing else
-                error = describe(raised)
-        if self.results[name] != error:
-            self.results[name] = error
-            self._dispatcher.dispatch(CheckChanged(self._group, name, error))
 
-    async def _call(self, name: str, check: Callable[[], object]) -> object:
-        if is_async(check):
-            answer = check()
-        elif name in self._out:
-            raise _StillOutError
-        else:
-            answer = await self._in_thread(name, check)
-        return ran(await answer if inspect.isawaitable(answer) else answer, f"the check {name_of(check)}")
+class _Check:
+    """One check. ``asked``: when it gave its last answer."""
 
-    async def _in_thread(self, name: str, check: Callable[[], object]) -> object:
-        def ask() -> object:
-            try:
-                return check()
-            finally:
-                self._out.discard(name)
+    def __init__(self, name: str, fn: Callable[[], object], tolerance: Tolerance) -> None:
+        self.name = name
+        self.prober = Prober(fn, "check")
+        self.health = Health(tolerance, verdict=HealthVerdict.FAILED, error="not asked yet")
+        self.asked = -math.inf
+        self.lock = anyio.Lock()
 
-        self._out.add(name)
-        with real_work():
-            return await OwnThread(ask, f"check {name}").wait()
+    @property
+    def failed(self) -> bool:
+        """True if it keeps the group from being ready."""
+        return self.health.verdict is HealthVerdict.FAILED

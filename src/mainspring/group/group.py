@@ -58,9 +58,13 @@ class LoopGroup:
     :param max_concurrency: how many messages may be in hand at once across the loops.
     :param health_host: where the health server listens: a host name, an address, or ``unix:/path`` for a Unix socket.
     :param health_port: its port (0: any free one); None: no health server.
-    :param checks: functions by name; readiness asks them. One fails by raising, by returning False, or by being late.
+    :param checks: functions by name, on which readiness depends. One fails by raising, by returning False, or by being late.
     :param check_timeout: seconds that a check may take. Give probes longer, so that they hear which check is late: Kubernetes
         gives them 1 s (``timeoutSeconds``), from which the default leaves some.
+    :param check_interval: seconds between two calls of a check. While a check keeps the group from being ready, probes call it
+        too, at most once a second.
+    :param check_max_failures: how many failures in a row of a check that has passed before make the group not ready. One
+        success makes it ready again.
     :param restart: how crashed loops are restarted; None: a crash ends the group.
     :param watchdog_threshold: seconds without a beat after which a message counts as stalled, and a receive whose answer is
         overdue; None: no watchdog.
@@ -91,6 +95,8 @@ class LoopGroup:
         health_port: int | None = None,
         checks: Mapping[str, Callable[[], object]] | None = None,
         check_timeout: float = 0.8,
+        check_interval: float = 10,
+        check_max_failures: int = 3,
         restart: RestartPolicy | None = None,
         watchdog_threshold: float | None = 720,
         watchdog_interval: float = 60,
@@ -112,6 +118,8 @@ class LoopGroup:
             health_port=health_port,
             checks={} if checks is None else checks,
             check_timeout=check_timeout,
+            check_interval=check_interval,
+            check_max_failures=check_max_failures,
             restart=restart,
             watchdog_threshold=watchdog_threshold,
             watchdog_interval=watchdog_interval,
@@ -402,7 +410,7 @@ class LoopGroup:
         return self._lifetime.mailboxes() if self._lifetime is not None else []
 
     async def refresh_checks(self) -> None:
-        """Ask the readiness checks again, where their answers are older than a second.
+        """Ask again the checks that keep the group from being ready, where their answers are older than a second.
 
         :raises ConfigError: the group runs in another thread.
         """

@@ -85,7 +85,14 @@ class Lifetime:
         self.settings = settings
         self.started = False
         self.began = anyio.current_time()
-        self.checks = Checks(name, settings.checks, dispatcher, settings.check_timeout)
+        self.checks = Checks(
+            name,
+            settings.checks,
+            dispatcher,
+            timeout=settings.check_timeout,
+            interval=settings.check_interval,
+            max_failures=settings.check_max_failures,
+        )
         self.crash: Exception | None = None
         self.report: ShutdownReport | None = None
         self.entry = Entry(f"group {name!r}")
@@ -216,6 +223,8 @@ class Lifetime:
                 kill=self.settings.kill,
             )
             scope.start_soon(self._watchdog.run, name="watchdog")
+        if self.settings.checks:
+            scope.start_soon(self.checks.run, name="checks")
         capacity = Capacity(self.settings.max_concurrency) if self.settings.max_concurrency is not None else None
         for managed in self.managed_loops:
             run: Callable[..., Any] = managed.run

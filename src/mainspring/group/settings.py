@@ -36,6 +36,8 @@ class GroupSettings:
     health_port: int | None = None
     checks: Mapping[str, Callable[[], object]] = field(default_factory=dict)
     check_timeout: float = 0.8
+    check_interval: float = 10.0
+    check_max_failures: int = 3
     restart: RestartPolicy | None = None
     watchdog_threshold: float | None = 720.0
     watchdog_interval: float = 60.0
@@ -50,13 +52,17 @@ class GroupSettings:
     def __post_init__(self) -> None:
         for name in ("shutdown_timeout", "cancel_grace", "drain_delay"):
             _seconds(name, getattr(self, name), least=0.0)
-        for name in ("watchdog_threshold", "watchdog_interval", "block_threshold", "check_timeout"):
+        for name in ("watchdog_threshold", "watchdog_interval", "block_threshold", "check_timeout", "check_interval"):
             value = getattr(self, name)
-            if value is not None or name in {"watchdog_interval", "check_timeout"}:
+            if value is not None or name not in {"watchdog_threshold", "block_threshold"}:
                 _seconds(name, value, least=0.001)
         if self.max_concurrency is not None and not is_whole(self.max_concurrency, 1):
             raise ConfigError(
                 f"LoopGroup: max_concurrency must be a whole number from 1, or None, not {self.max_concurrency!r}"
+            )
+        if not is_whole(self.check_max_failures, 1):
+            raise ConfigError(
+                f"LoopGroup: check_max_failures must be a whole number from 1, not {self.check_max_failures!r}"
             )
         if self.health_port is not None and not (is_whole(self.health_port, 0) and self.health_port <= 65_535):
             raise ConfigError(f"LoopGroup: health_port must be 0 to 65535, or None, not {self.health_port!r}")

@@ -30,7 +30,7 @@ def status_of(lifetime: Lifetime) -> GroupStatus:
     threshold = lifetime.settings.watchdog_threshold
     loops = tuple(_loop(managed, threshold, now) for managed in lifetime.managed_loops)
     reasons = [f"loop {loop.name!r}: {loop.reason}" for loop in loops if loop.reason is not None]
-    reasons += [f"check {name!r}: {error}" for name, error in lifetime.checks.results.items() if error is not None]
+    reasons += [f"check {name!r}: {error}" for name, error in lifetime.checks.failed.items()]
     if lifetime.shutdown.requested.is_set():
         reasons.insert(0, f"shutting down: {lifetime.shutdown.reason}")
     elif not lifetime.started:

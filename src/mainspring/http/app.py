@@ -74,7 +74,7 @@ class Source(Protocol):
         """Return the mailboxes whose depth is of interest."""
 
     async def refresh_checks(self) -> None:
-        """Ask the readiness checks again where their answers are not fresh; each has a deadline of its own."""
+        """Ask again the checks that keep the group from being ready; each has a deadline of its own."""
 
 
 def health_app(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from mainspring.services.spec import HealthCheckSettings
@@ -20,6 +20,13 @@ class HealthVerdict(StrEnum):
     """It has failed too often in a row: a service is restarted, a group is not ready."""
 
 
+class Tolerance(NamedTuple):
+    """What :class:`Health` reads of ``HealthCheckSettings``, for a caller that has no use for the rest."""
+
+    max_failures: int = 3
+    successes: int = 1
+
+
 class Health:
     """Counts the answers of one probe. Failed, it remains so until it has passed often enough in a row.
 
@@ -28,7 +35,7 @@ class Health:
 
     def __init__(
         self,
-        settings: HealthCheckSettings,
+        settings: HealthCheckSettings | Tolerance,
         *,
         verdict: HealthVerdict = HealthVerdict.WELL,
         error: str | None = None,

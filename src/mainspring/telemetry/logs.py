@@ -268,7 +268,8 @@ def _check(event: events.CheckChanged) -> None:
     if event.error is None:
         _say(_group, logging.INFO, event, f"check {event.check} passes")
     else:
-        _say(_group, logging.WARNING, event, f"check {event.check} fails: {event.error}")
+        how = "has failed, and the group is not ready" if event.failed else "fails"
+        _say(_group, logging.WARNING, event, f"check {event.check} {how}: {event.error}")
 
 
 def _orchestrator_state(event: events.OrchestratorStateChanged) -> None:
