@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import anyio
 import pytest
 
@@ -63,6 +65,16 @@ async def test_of_a_flood_the_last_is_kept(virtual_clock, lines):
     result, _ = await run(Play(lines))
     assert MAX_OUTPUT - 2 <= len(result.output.encode()) <= MAX_OUTPUT
     assert "".join(f"{line}\n" for line in lines).endswith(result.output)
+
+
+async def test_the_memory_for_a_flood_is_bounded(virtual_clock):
+    flood = Play(("x" * 79,) * 20_000)
+    tracemalloc.start()
+    try:
+        await run(flood)
+        assert tracemalloc.get_traced_memory()[1] < 500_000
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -83,6 +84,24 @@ async def test_one_that_hangs_has_failed_at_the_timeout():
     async with listener:
         port = listener.extra(anyio.abc.SocketAttribute.local_port)
         assert await ask(GrpcProbe(f"127.0.0.1:{port}"), timeout=0.1) == "no answer within 0.1 s"
+
+
+async def test_a_cancelled_call_ends_at_the_server():
+    began, ended = threading.Event(), threading.Event()
+
+    class Hangs(health_pb2_grpc.HealthServicer):
+        def Check(self, request, context):
+            context.add_callback(ended.set)
+            began.set()
+            ended.wait(30)
+            return health_pb2.HealthCheckResponse()
+
+    with serving(Hangs()) as address:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask, GrpcProbe(address))
+            await anyio.to_thread.run_sync(began.wait, 30)
+            tasks.cancel_scope.cancel()
+        assert await anyio.to_thread.run_sync(ended.wait, 5)
 
 
 @pytest.mark.parametrize("address", ["localhost", "http://localhost:50051", 50051])

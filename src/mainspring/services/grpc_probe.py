@@ -24,7 +24,6 @@ except ImportError as error:
 OPTIONS = (
     ("grpc.enable_http_proxy", 0),  # the service is here
     ("grpc.enable_retries", 0),
-    ("grpc.use_local_subchannel_pool", 1),  # else a call would wait out the backoff of the one before
 )
 
 
