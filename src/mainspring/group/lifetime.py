@@ -34,6 +34,7 @@ from mainspring.group.until_empty import UntilEmpty
 from mainspring.mailbox.mailbox import Mailbox
 from mainspring.mailbox.ownership import open_in
 from mainspring.runtime.hard_exit import last_words
+from mainspring.runtime.orphans import OrphanReaper, is_init
 from mainspring.runtime.scope import DaemonScope
 from mainspring.runtime.service_manager import service_manager
 from mainspring.runtime.shutdown_report import EXIT_BY_SIGNAL, EXIT_CANCELLED, Ending, PartReport, ShutdownReport
@@ -142,6 +143,8 @@ class Lifetime:
                 self._scopes.append(health)
                 if self._manager is not None:
                     health.start_soon(self._manager.run, self._alive, name="signs of life")
+                if self._owner and is_init():
+                    health.start_soon(OrphanReaper().run, name="orphans")
                 if self._serve is not None:
                     await self._serve(health)
                 await self._run_loops(ready)
