@@ -32,7 +32,10 @@ class Launch:
     """What a process is started with. ``service`` and ``replica`` are its tag: they name it in the tree of processes.
 
     ``descriptors``: open descriptors of the caller that the process gets as 3, 4, and so on. ``environment`` is whole. The
-    spawner adds only ``NOTIFY_SOCKET`` where ``notify`` is True, and ``LISTEN_PID`` where ``LISTEN_FDS`` is in it.
+    spawner adds only ``NOTIFY_SOCKET`` where ``notify`` is True, ``LISTEN_PID`` where ``LISTEN_FDS`` is in it, and
+    ``MAINSPRING_INSTANCE``, by which it knows what belongs to the process. ``stop_timeout``: seconds from SIGTERM to SIGKILL
+    if the supervisor dies. ``command[0]`` is looked for in ``PATH`` of ``environment``; with a ``/`` in it, it is a path,
+    below ``directory`` if it is relative. ``directory``: that of the supervisor by default.
     """
 
     service: str
@@ -44,6 +47,7 @@ class Launch:
     resources: Resources = field(default_factory=Resources)
     descriptors: tuple[int, ...] = ()
     notify: bool = True
+    stop_timeout: float = 20.0
 
 
 class ProcessEnd(NamedTuple):
@@ -99,6 +103,10 @@ class SpawnedProcess(Protocol):
     @property
     def memory(self) -> int | None:
         """Resident bytes of the process; None where it has ended."""
+
+    @property
+    def limited_by(self) -> Mapping[str, str]:
+        """What holds each limit that was asked for: ``"cgroup"`` (the whole replica) or ``"rlimit"`` (each process)."""
 
     async def wait(self) -> ProcessEnd:
         """Wait until the process has ended, and all that it wrote until then was told. Callable by several, and again."""
