@@ -406,17 +406,17 @@ class ProcessSpawner:
         self._tasks.start_soon(self._shielded, self._readiness.run)
         return self
 
-    async def __aexit__(self, *exc: Any) -> None:
+    async def __aexit__(self, *exc: Any) -> bool | None:
         try:
             with anyio.CancelScope(shield=True):
                 await self._close_program()
-        finally:
             for scope in self._scopes:
                 scope.cancel()
-            with ExitStack() as stack:
-                stack.callback(self._subreaper.release)
-                stack.callback(self._readiness.close)
-                await self._tasks.__aexit__(*exc)
+            is_error = isinstance(exc[1], Exception)  # that goes on as it is, and not in a group
+            return await self._tasks.__aexit__(*((None, None, None) if is_error else exc))
+        finally:
+            self._readiness.close()
+            self._subreaper.release()
 
     @property
     def pid(self) -> int | None:

@@ -8,9 +8,9 @@ All that a service starts stays below the spawner, as that is its subreaper: als
 a double fork. What belongs to which service is told by ``Belongings``. A service is *empty* when its main process is reaped
 and no living process below the spawner belongs to it.
 
-When the socket or the supervisor ends, the spawner stops everything: SIGTERM to each main process, and to what
-that has left when it ends; SIGKILL to a whole service when its stop time is over; and at last SIGKILL to all that is below the spawner. Until then it reads
-the output, which would end the processes by SIGPIPE otherwise.
+When the socket or the supervisor ends, the spawner stops everything: SIGTERM to each main process, and to what that has left
+when it ends; SIGKILL to a whole service when its stop time is over; and at last SIGKILL to all that is below the spawner. Until
+then it reads the output, as the processes would end by SIGPIPE otherwise.
 
 Pids are reused. So only a process that is not reaped yet is signalled by its pid, and any other by a pidfd, after a look at its
 start time.
@@ -464,7 +464,7 @@ class Spawner:
         self._poll.unregister(self._supervisor)
         self._connection.close()
         self._unsent.clear()
-        now = self._look_at = time.monotonic()
+        self._look_at = time.monotonic()
         for service in self._services.values():
             if not service.kill_at:
                 self._signal(service, signal.SIGTERM)
