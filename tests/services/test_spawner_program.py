@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mainspring.services import spawner_main
-from mainspring.services.spawner_main import Belongings, Process, Service, descendants, read_process
+from mainspring.services.spawner_main import Belongings, ProcessStat, Service, descendants, read_process
 
 
 def test_it_imports_the_standard_library_only():
@@ -32,7 +32,7 @@ def service(number, pid, start):
 
 
 def process(offset, parent, session, start=0):
-    return Process(NO_PID + offset, NO_PID + parent, NO_PID + session, start, zombie=False)
+    return ProcessStat(NO_PID + offset, NO_PID + parent, NO_PID + session, start, zombie=False)
 
 
 @pytest.fixture

@@ -63,7 +63,7 @@ class Readiness:
                 await checkpoint()
 
 
-class Lines:
+class OutputLines:
     """One stream of a process: tells each line when it is whole.
 
     ``settled`` is called when all was told that was written before :meth:`settle`, also the beginning of a line.

@@ -28,7 +28,7 @@ import anyio.to_thread
 from mainspring.core import process
 from mainspring.services import spawner_main
 from mainspring.services.notify_socket import NotifySocket
-from mainspring.services.output import Lines, Readiness
+from mainspring.services.output import OutputLines, Readiness
 from mainspring.services.spawn_failures import cause_of, spawn_error
 from mainspring.services.spawning import ProcessEnd
 
@@ -59,7 +59,7 @@ class LaunchedProcess:
         self._started = anyio.Event()
         self._ended = anyio.Event()
         self._empty = anyio.Event()
-        self._outputs: list[Lines] = []
+        self._outputs: list[OutputLines] = []
         self._notify: NotifySocket | None = None
 
     def __repr__(self) -> str:
@@ -136,7 +136,7 @@ class LaunchedProcess:
             stack.callback(os.close, write)
             writing.append(write)
             os.set_blocking(read, False)
-            lines = Lines(read, partial(self._listener.on_line, stream))
+            lines = OutputLines(read, partial(self._listener.on_line, stream))
             self._outputs.append(lines)
             reading.append(read)
             readiness.add(read, partial(self._read, lines))
@@ -188,7 +188,7 @@ class LaunchedProcess:
             self._notify.close()
             self._notify = None
 
-    def _read(self, lines: Lines) -> bool:
+    def _read(self, lines: OutputLines) -> bool:
         more = lines.step()
         if lines.at_end:
             self._program.readiness.remove(lines.descriptor)
@@ -268,7 +268,7 @@ class Program:
             stack.callback(launched.close)
             with ExitStack() as writing:
                 descriptors, environment = launched.open(self.readiness, writing, user[0] if user else None)
-                request: spawner_main.Launch = {
+                request: spawner_main.LaunchRequest = {
                     "command": list(launch.command),
                     "environment": environment,
                     "directory": _directory(launch),

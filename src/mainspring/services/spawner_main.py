@@ -60,7 +60,7 @@ def set_subreaper(on: bool) -> bool:
 # ---- the processes of the machine
 
 
-class Process(NamedTuple):
+class ProcessStat(NamedTuple):
     """What ``/proc/PID/stat`` says. ``start`` is in ticks since the machine booted: with the pid it names one process."""
 
     pid: int
@@ -70,7 +70,7 @@ class Process(NamedTuple):
     zombie: bool
 
 
-def read_process(pid: int) -> Process | None:
+def read_process(pid: int) -> ProcessStat | None:
     """Return what a process is, or None where there is none."""
     try:
         descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
@@ -79,14 +79,14 @@ def read_process(pid: int) -> Process | None:
         finally:
             os.close(descriptor)
         fields = text.rpartition(b")")[2].split()
-        return Process(pid, int(fields[1]), int(fields[3]), int(fields[19]), fields[0] in b"ZX")
+        return ProcessStat(pid, int(fields[1]), int(fields[3]), int(fields[19]), fields[0] in b"ZX")
     except (OSError, IndexError, ValueError):
         return None
 
 
-def descendants(root: int) -> list[Process]:
+def descendants(root: int) -> list[ProcessStat]:
     """Return all living descendants of a process, each after its parent."""
-    below: dict[int, list[Process]] = {}
+    below: dict[int, list[ProcessStat]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit() and (process := read_process(int(name))) is not None:
             below.setdefault(process.parent, []).append(process)
@@ -110,7 +110,7 @@ def instance_of(pid: int) -> list[str]:
     return []
 
 
-def send_to(process: Process, signum: int) -> None:
+def send_to(process: ProcessStat, signum: int) -> None:
     """Send a signal to this very process, not to a later one of the same pid."""
     try:
         descriptor = os.pidfd_open(process.pid)
@@ -126,7 +126,7 @@ def send_to(process: Process, signum: int) -> None:
         os.close(descriptor)
 
 
-class Launch(TypedDict):
+class LaunchRequest(TypedDict):
     """What a process is started with. ``user``: its uid, gid and groups."""
 
     command: list[str]
@@ -153,7 +153,7 @@ class Service:
         self.start = process.start if process is not None else 0
         self.cpu_seconds = 0
         self.sessions = {pid}
-        self.members: dict[int, Process] = {}
+        self.members: dict[int, ProcessStat] = {}
         self.started = False
         self.reaped = False
         self.killed = False
@@ -174,10 +174,10 @@ class Belongings:
 
     def __init__(self, guess: bool = True) -> None:
         self._guess = guess
-        self.strangers: list[Process] = []
+        self.strangers: list[ProcessStat] = []
         """Those that belong to nothing."""
 
-    def sort(self, services: list[Service], processes: list[Process]) -> None:
+    def sort(self, services: list[Service], processes: list[ProcessStat]) -> None:
         """Set the living members of each service."""
         seen = {(pid, process.start): each for each in services for pid, process in each.members.items()}
         by_session = {session: each for each in services for session in each.sessions}
@@ -204,7 +204,7 @@ class Belongings:
                     owner.sessions.add(process.session)
                     by_session[process.session] = owner
 
-    def _only_one(self, services: list[Service], process: Process) -> Service | None:
+    def _only_one(self, services: list[Service], process: ProcessStat) -> Service | None:
         candidates = [each for each in services if each.start <= process.start]
         return candidates[0] if self._guess and len(candidates) == 1 else None
 
@@ -215,7 +215,7 @@ class Belongings:
 class Child:
     """The forked child, until its program runs. What fails is written to ``report`` as ``[stage, errno, detail]``."""
 
-    def __init__(self, launch: Launch, descriptors: list[int], report: int) -> None:
+    def __init__(self, launch: LaunchRequest, descriptors: list[int], report: int) -> None:
         self._launch = launch
         self._descriptors = descriptors
         self._report = report
@@ -334,7 +334,7 @@ class Child:
 # ---- the spawner
 
 
-class Spawner:
+class SpawnerProgram:
     """Does what the supervisor asks for until that is gone, and then ends everything."""
 
     def __init__(self, connection: socket.socket, supervisor: int) -> None:
@@ -347,7 +347,7 @@ class Spawner:
         self._unsent: list[bytes] = []
         self._gone = False
         self._look_at = float("inf")
-        self._looks: list[float] = []
+        self._looks: set[float] = set()
         self._kill_after = FIRST_KILL
         self._poll = select.epoll()
         connection.setblocking(False)
@@ -484,7 +484,7 @@ class Spawner:
 
     def _launch(self, number: int, descriptors: list[int]) -> None:
         file, descriptors = descriptors[0], descriptors[1:]
-        launch: Launch = json.loads(os.pread(file, os.fstat(file).st_size, 0))
+        launch: LaunchRequest = json.loads(os.pread(file, os.fstat(file).st_size, 0))
         os.close(file)
         outputs, given = descriptors[:2], descriptors[2:]
         try:
@@ -520,8 +520,8 @@ class Spawner:
         service.started = True
         self._tell(number=service.number, started=service.pid)
         now = time.monotonic()
-        self._looks = [*self._looks, *(now + after for after in LOOKS[:-1])]
-        self._look_at = min(self._look_at, now + LOOKS[0])
+        self._looks.update(round(now + after + LOOKS[0] / 2, 1) for after in LOOKS[:-1])  # many launches share one
+        self._look_at = min(self._look_at, *self._looks)
 
     # -- ends
 
@@ -588,7 +588,7 @@ class Spawner:
 
     def _plan(self, now: float) -> None:
         """Set the instant of the next look."""
-        self._looks = [at for at in self._looks if at > now]
+        self._looks = {at for at in self._looks if at > now}
         services = self._services.values()
         instants = [*self._looks]
         if services:
@@ -634,7 +634,7 @@ def main(arguments: list[str]) -> None:
     set_subreaper(True)
     descriptor, supervisor = map(int, arguments)
     os.set_inheritable(descriptor, False)
-    spawner = Spawner(socket.socket(fileno=descriptor), supervisor)
+    spawner = SpawnerProgram(socket.socket(fileno=descriptor), supervisor)
     gc.collect()
     gc.freeze()
     try:
