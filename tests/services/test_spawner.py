@@ -404,6 +404,7 @@ async def test_when_the_supervisor_and_the_program_are_killed_together_the_grand
                 await anyio.sleep(0.01)
         inner = next(int(line) for line in heard.of("stdout") if line.isdigit())
         program = next(int(line.split()[1]) for line in heard.of("stdout") if line.startswith("program"))
+        os.kill(program, signal.SIGSTOP)  # so that neither sees the other's end
         os.kill(spawned.pid, signal.SIGKILL)
         os.kill(program, signal.SIGKILL)
         await spawned.wait()
