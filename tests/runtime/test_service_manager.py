@@ -17,7 +17,9 @@ import pytest
 from mainspring import Context, InMemoryMailbox, LoopGroup, MainLoop
 from mainspring.core import process
 from mainspring.runtime.service_manager import ServiceManager, service_manager
-from mainspring.testing import run_virtual
+from mainspring.services.orchestrator import Orchestrator
+from mainspring.services.spec import Lifecycle, ServiceSpec, ShutdownSettings
+from mainspring.testing import SimulatedProgram, SimulatedSpawner, run_virtual
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -274,6 +276,42 @@ def test_an_embedded_group_leaves_the_manager_to_the_program_around_it(
     run_virtual(run)
     assert manager.heard() == []
     assert os.environ["NOTIFY_SOCKET"] == manager.address
+
+
+@pytest.mark.parametrize("backend", ["trio", "asyncio"])
+def test_an_orchestrator_says_ready_in_place_of_its_programs(
+    manager: Manager, environment: pytest.MonkeyPatch, backend: str
+) -> None:
+    environment.setenv("NOTIFY_SOCKET", manager.address)
+    environment.setenv("WATCHDOG_USEC", "60000000")
+    spawner = SimulatedSpawner({"web": SimulatedProgram(ready_in=3.0)})
+    settings = Lifecycle(shutdown=ShutdownSettings(timeout=40, force_kill_timeout=4))
+    web = ServiceSpec(name="web", command=("web",), notify=True, lifecycle=settings)
+    orchestrator = Orchestrator([web], spawner=spawner, shutdown=ShutdownSettings(timeout=20))
+    heard = []
+
+    async def act() -> None:
+        for seconds in (2, 3):
+            await anyio.sleep(seconds)
+            heard.append(manager.heard())
+        orchestrator.request_shutdown("enough")
+
+    async def run() -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(act)
+            await orchestrator.run()
+
+    run_virtual(run, backend=backend)
+    assert {"READY": "1", "STATUS": "ready: all core services have started"} not in heard[0]
+    assert {"WATCHDOG": "1"} in heard[0]
+    assert {"READY": "1", "STATUS": "ready: all core services have started"} in heard[1]
+    assert {"STATUS": "running"} in heard[1]
+    rest = manager.heard()
+    assert {"STOPPING": "1", "STATUS": "stopping: enough"} in rest
+    assert {"EXTEND_TIMEOUT_USEC": "46000000"} in rest  # 40 + 4, and twice a second of margin
+    for launch in (record.launch for record in spawner.records):
+        assert "WATCHDOG_USEC" not in launch.environment
+        assert launch.environment.get("NOTIFY_SOCKET") != manager.address
 
 
 PROGRAM = """

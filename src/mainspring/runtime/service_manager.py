@@ -16,11 +16,12 @@ from mainspring.redaction import one_line
 from mainspring.runtime.interval import Periodic
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 _log = Logger("mainspring")
 
 _KIND = "service manager"
+_VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
 LOOK_AGAIN = 1.0
 """Seconds until a service that was not well, or a manager that took nothing, is looked at again, at most."""
 EXTENSION = 60.0
@@ -141,7 +142,7 @@ def service_manager() -> ServiceManager | None:
     It follows ``NOTIFY_SOCKET``, ``WATCHDOG_USEC`` and ``WATCHDOG_PID``, which the first call takes out of the environment: a
     program that this process starts is not the service. Later calls return the same object.
     """
-    address, usec, pid = (os.environ.pop(name, "") for name in ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"))
+    address, usec, pid = (os.environ.pop(name, "") for name in _VARIABLES)
     if not address:
         found: ServiceManager | None = process.current(_KIND)
         return found
@@ -155,6 +156,11 @@ def service_manager() -> ServiceManager | None:
     manager = ServiceManager(address, watchdog=int(usec) / 1e6 if whole and mine else None)
     process.set_current(_KIND, manager)
     return manager
+
+
+def without_manager(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return a copy of an environment for processes that are not the service that a manager has started."""
+    return {name: value for name, value in environment.items() if name not in _VARIABLES}
 
 
 def _status(text: str) -> dict[str, str]:

@@ -14,7 +14,7 @@ The moving parts, lowest first:
   tree has them restarted together, as the strategy says, and brought down in order.
 - ``listening``: the sockets that the supervisor holds for services across their restarts.
 - ``orchestrator``: the face: signals, the state of the whole, what one's failure means for all, and the end. ``status`` and
-  ``report`` are what it tells.
+  ``report`` are what it tells. ``notify`` tells the service manager of the process.
 
 States. A replica is Initializing (its hooks run, its process is being started), Starting (the process runs and is not
 ready), Running, Degraded (it works and fails its probe), Restarting (its process has ended, or is being ended, for another

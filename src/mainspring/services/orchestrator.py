@@ -17,8 +17,10 @@ from mainspring.errors import ConfigError, InvalidParameterError
 from mainspring.events import OrchestratorStateChanged, ShutdownRequested
 from mainspring.runtime.hard_exit import last_words
 from mainspring.runtime.scope import DaemonScope
+from mainspring.runtime.service_manager import without_manager
 from mainspring.runtime.signals import ShutdownCoordinator
 from mainspring.services.listening import SocketPlaces
+from mainspring.services.notify import OrchestratorNews, own_process
 from mainspring.services.order import next_state
 from mainspring.services.report import OrchestratorReport, report_of
 from mainspring.services.restarts import Intensity
@@ -71,6 +73,7 @@ class Orchestrator:
         self.dispatcher = Dispatcher() if dispatcher is None else dispatcher
         self.report: OrchestratorReport | None = None
         """How its run ended; None before."""
+        self._news = OrchestratorNews(None, self._stop_within)
         self._shutdown = ShutdownSettings() if shutdown is None else shutdown
         self._spawner = spawner
         self._entry: Entry | None = None
@@ -91,7 +94,7 @@ class Orchestrator:
             _checked(services),
             strategy=_strategy(strategy),
             intensity=_intensity(max_restarts, period),
-            environment=dict(os.environ),
+            environment=without_manager(os.environ),
             dispatcher=self.dispatcher,
             changed=self._note_change,
             escalate=self._escalate,
@@ -108,6 +111,7 @@ class Orchestrator:
         """Run until a signal, a request, or the end of all services. Return how it ended.
 
         With ``install_signals`` it receives SIGTERM and SIGINT. A second one kills what is left, a third ends this process.
+        It also tells the service manager of this process of its life (``sd_notify``), and reaps orphans as process 1.
         Cancelled, it kills all processes.
 
         :raises ConfigError: it has run already, or the address of a listening socket cannot be used.
@@ -122,6 +126,9 @@ class Orchestrator:
                     coordinator = ShutdownCoordinator.get() or ShutdownCoordinator()
                     await stack.enter_async_context(
                         coordinator.during_run(self.request_shutdown, self._on_signal_again)
+                    )
+                    self._news = await stack.enter_async_context(
+                        own_process(self.name, self.dispatcher, self._stop_within)
                     )
                 places = stack.enter_context(SocketPlaces())
                 stack.callback(self._tree.sockets.keep_only, ())
@@ -191,6 +198,12 @@ class Orchestrator:
             if at > now:
                 due = min(due, at)
         return now if due == math.inf else due
+
+    def _stop_within(self) -> float:
+        """Return in how many seconds from now all is over, if a shutdown began now."""
+        specs = self._tree.specs
+        limits = self._tree.order.stop_limits({spec.name: self._limit_of(spec) for spec in specs}, self._timeout)
+        return max(limits.values()) + max(spec.lifecycle.shutdown.force_kill_timeout for spec in specs) + _STUCK_AFTER
 
     def _limit_of(self, spec: ServiceSpec) -> float:
         """Return the service's own limit. It has none where nothing is said of its stop, or a caller has set a limit."""
