@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 
 import anyio
 import pytest
+from replica_play import playing
 
 from mainspring import ConfigError
 from mainspring.services import probes
@@ -251,8 +252,8 @@ async def test_a_plain_callable_has_a_thread_of_its_own_and_is_not_called_while_
         calls.append(threading.get_ident())
         answer.wait(60)
 
-    probe = probes.prober(plain)
-    assert probes.prober(probe) is probe
+    probe = probes.of_replica(plain, service="shop", replica=1)
+    assert probes.of_replica(probe, service="shop", replica=1) is probe
     for _ in range(3):
         assert await ask(probe, timeout=0.02) == "no answer within 0.02 s"
     assert len(calls) == 1
@@ -305,3 +306,30 @@ def test_an_address_that_cannot_work_is_refused(make):
 def test_an_address_that_can_work(url):
     assert HttpProbe(url).url == url
     assert TcpProbe("[::1]:8080").address == "[::1]:8080"
+
+
+def test_each_replica_has_an_address_of_its_own():
+    probe = HttpProbe("http://{service}.local:80{replica}/health")
+    assert probes.of_replica(probe, service="shop", replica=12) == HttpProbe("http://shop.local:8012/health")
+    assert probes.of_replica(TcpProbe("h:80{replica}"), service="shop", replica=2) == TcpProbe("h:802")
+    command = ExecProbe(("ask", "{replica}"))
+    assert probes.of_replica(command, service="shop", replica=2) is command
+
+
+async def test_a_replica_calls_a_plain_probe_that_hangs_once(virtual_clock):
+    calls, asked, answer = [], threading.Event(), threading.Event()
+
+    def hangs():
+        calls.append(1)
+        asked.set()
+        answer.wait(60)
+
+    async with playing(probe=hangs) as play:
+        await anyio.to_thread.run_sync(asked.wait, 60)
+        virtual_clock.advance(5)  # the clock stands still for a thread
+        await anyio.sleep(20)
+        assert play.replica.error == "no answer within 5 s"
+        assert len(calls) == 1
+        answer.set()
+        await play.running()
+        assert len(calls) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import anyio
@@ -22,11 +23,26 @@ if TYPE_CHECKING:
 SOCKET = "{socket}"
 
 
-def prober(probe: CallableProbe) -> Prober:
-    """Return a callable probe as :func:`ask` takes it, for many calls.
+def of_replica(probe: Probe, *, service: str, replica: int) -> Probe:
+    """Return a probe as one replica asks it, again and again.
 
-    A plain function that has not returned is then not called again: until it has, each further call has failed.
+    ``{service}`` and ``{replica}`` in its address are replaced. A plain function that has not returned is not called again:
+    until it has, each further call has failed.
     """
+    if callable(probe):
+        return _prober(probe)
+    if isinstance(probe, ExecProbe):
+        return probe  # `run` fills its command as that of the service
+
+    def filled(text: str) -> str:
+        return text.replace("{service}", service).replace("{replica}", str(replica))
+
+    if isinstance(probe, HttpProbe):
+        return replace(probe, url=filled(probe.url))
+    return replace(probe, address=filled(probe.address))
+
+
+def _prober(probe: CallableProbe) -> Prober:
     return probe if isinstance(probe, Prober) else Prober(probe, "probe")
 
 
@@ -39,13 +55,15 @@ async def ask(
 ) -> str | None:
     """Return None where the probe passes within ``timeout`` seconds, else why not, in a few words.
 
+    See :func:`of_replica` for one that is asked more than once.
+
     It raises only a cancellation, and leaves no task, process or connection behind. A plain function may be left in its thread.
 
     :param run: runs the command of an :class:`ExecProbe`. Cancelled, it leaves no process behind.
     :param socket: stands for ``{socket}`` in addresses.
     """
     if callable(probe):
-        return await verdict_of(prober(probe), timeout=timeout)
+        return await verdict_of(_prober(probe), timeout=timeout)
     error: str | None = late(timeout)
     with anyio.move_on_after(timeout):
         try:

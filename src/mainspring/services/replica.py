@@ -25,7 +25,7 @@ from mainspring.services.commands import run_command
 from mainspring.services.health import Health, HealthVerdict
 from mainspring.services.hooks import run_hooks
 from mainspring.services.life import Life
-from mainspring.services.probes import ask
+from mainspring.services.probes import ask, of_replica
 from mainspring.services.process import ServiceProcess
 from mainspring.services.restarts import Escalate, RunEnd, StartAgain
 from mainspring.services.spawning import Launch, SpawnError
@@ -108,6 +108,10 @@ class Replica:
         self._hurried = False
         self._unwell: str | None = None
         self._probe_error: str | None = None
+        self._startup_probe, self._probe = (
+            None if probe is None else of_replica(probe, service=spec.name, replica=number)
+            for probe in (spec.startup_probe, spec.probe)
+        )
         self._is_restart = False
         self._process: ServiceProcess | None = None
         self.life = Life(
@@ -394,7 +398,7 @@ class Replica:
     async def _ask_probes(self, process: ServiceProcess) -> None:
         """Ask the probes until they pass, and then the probe for as long as the process runs."""
         spec, settings = self.spec, self.spec.lifecycle.health_check
-        for probe in (spec.startup_probe, spec.probe):
+        for probe in (self._startup_probe, self._probe):
             if probe is None:
                 continue
             while (error := await self._ask(probe)) is not None:
@@ -404,11 +408,11 @@ class Replica:
         process.probes_passed = True
         self._condition.notify_all()
         health = Health(settings)
-        while spec.probe is not None:
+        while self._probe is not None:
             await anyio.sleep(settings.interval)
             if process.ready_at is None:
                 continue
-            verdict = health.note(await self._ask(spec.probe))
+            verdict = health.note(await self._ask(self._probe))
             self._note_probe(health.error)
             if verdict is HealthVerdict.FAILED:
                 self._unwell = f"its probe failed {settings.max_failures} times: {health.error}"

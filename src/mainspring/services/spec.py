@@ -154,7 +154,7 @@ def _check_address(owner: object, name: str, read: Callable[[str], object]) -> N
     if not isinstance(value, str):
         raise ConfigError(f"{type(owner).__name__}: {name} must be a string, not {value!r}")
     try:
-        read(value.replace("{socket}", "/socket").replace("{replica}", "1"))
+        read(value.replace("{socket}", "/socket").replace("{service}", "name").replace("{replica}", "1"))
     except ValueError as error:
         raise ConfigError(f"{type(owner).__name__}: {name} must be {error}, not {value!r}") from None
 
@@ -163,7 +163,8 @@ def _check_address(owner: object, name: str, read: Callable[[str], object]) -> N
 class HttpProbe:
     """Passes if a GET of ``url`` is answered with a status from 200 to 399.
 
-    ``unix:/path.sock/health`` asks over a Unix socket. ``{socket}`` stands for the replica's own.
+    ``unix:/path.sock/health`` asks over a Unix socket. ``{socket}`` stands for the replica's own socket, ``{service}`` for its
+    name, ``{replica}`` for its number.
 
     :raises ConfigError: the URL is none that can be asked.
     """
