@@ -6,16 +6,27 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import anyio
 import pytest
 
 from mainspring.services.spawner import ProcessSpawner
+from mainspring.services.spawner_main import own_cgroup
 from mainspring.services.spawning import Launch, ProcessEnd, SpawnError
 from mainspring.services.spec import Resources
 from spawner_support import Heard, descriptors, runs, shell, until_gone
 
 pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(params=[False, True], ids=["no_cgroups", "cgroups"])
+def cgroups(request):
+    """Return whether a test's spawner may use cgroups."""
+    own = own_cgroup()
+    if request.param and (own is None or not os.access(own, os.W_OK)):
+        pytest.skip("cgroups (version 2) cannot be written here")
+    return request.param
 
 
 @pytest.mark.every_loop
@@ -31,9 +42,9 @@ async def test_it_tells_lines_the_last_half_line_and_the_end():
 
 
 @pytest.mark.every_loop
-async def test_a_signal_ends_it_and_kill_ends_what_has_left_its_session():
+async def test_a_signal_ends_it_and_kill_ends_what_has_left_its_session(cgroups):
     heard = Heard()
-    async with ProcessSpawner() as spawner:
+    async with ProcessSpawner(cgroups=cgroups) as spawner:
         script = "sleep 1000 & echo $!; setsid sh -c 'echo $$; exec sleep 1000' & sleep 0.05; echo up; wait"
         spawned = await spawner.spawn(shell(script), heard)
         await heard.wait_for("up")
@@ -50,19 +61,19 @@ async def test_a_signal_ends_it_and_kill_ends_what_has_left_its_session():
         assert not runs(escaped)
 
 
-async def test_a_signal_after_its_end_goes_to_all_that_is_left():
+async def test_a_signal_after_its_end_goes_to_all_that_is_left(cgroups):
     heard = Heard()
-    async with ProcessSpawner() as spawner:
+    async with ProcessSpawner(cgroups=cgroups) as spawner:
         spawned = await spawner.spawn(shell("setsid sleep 1000 & sleep 1000 & sleep 0.05"), heard)
         assert await spawned.wait() == ProcessEnd(0)
         spawned.send_signal(signal.SIGTERM)
         await spawned.wait_empty()
 
 
-async def test_it_is_empty_only_when_a_double_fork_without_environment_has_ended():
+async def test_it_is_empty_only_when_a_double_fork_without_environment_has_ended(cgroups):
     """The daemon has lost its parent and its session; the spawner knows it by what was there when it started."""
     heard = Heard()
-    async with ProcessSpawner() as spawner:
+    async with ProcessSpawner(cgroups=cgroups) as spawner:
         script = "(setsid env -i sh -c 'echo $$; (echo daemon; exec sleep 1000) & exit 0'); exit 0"
         spawned = await spawner.spawn(shell(script), heard)
         assert await spawned.wait() == ProcessEnd(0)
@@ -74,8 +85,8 @@ async def test_it_is_empty_only_when_a_double_fork_without_environment_has_ended
         await spawned.wait_empty()
 
 
-async def test_of_two_services_each_keeps_its_own_escapees():
-    async with ProcessSpawner() as spawner:
+async def test_of_two_services_each_keeps_its_own_escapees(cgroups):
+    async with ProcessSpawner(cgroups=cgroups) as spawner:
         heard = [Heard(), Heard()]
         script = "setsid sh -c 'echo $$; exec sleep 1000' & sleep 0.05; echo up"
         one, other = [await spawner.spawn(shell(script), each) for each in heard]
@@ -89,9 +100,9 @@ async def test_of_two_services_each_keeps_its_own_escapees():
         assert [runs(each) for each in escaped] == [False, True]
 
 
-async def test_leaving_it_kills_all_that_it_has_started():
+async def test_leaving_it_kills_all_that_it_has_started(cgroups):
     heard = Heard()
-    async with ProcessSpawner() as spawner:
+    async with ProcessSpawner(cgroups=cgroups) as spawner:
         spawned = await spawner.spawn(
             shell("trap '' TERM; echo $$; setsid sleep 1000 & echo up; while :; do sleep 9; done"), heard
         )
@@ -116,8 +127,8 @@ async def test_a_cancelled_owner_kills_all_that_it_has_started():
     assert await spawned.wait() == ProcessEnd(-signal.SIGKILL)
 
 
-async def test_a_cancelled_spawn_leaves_no_process(tmp_path):
-    async with ProcessSpawner() as spawner:
+async def test_a_cancelled_spawn_leaves_no_process(tmp_path, cgroups):
+    async with ProcessSpawner(cgroups=cgroups) as spawner:
         await (await spawner.spawn(shell(":"), Heard())).wait_empty()
         with anyio.CancelScope() as scope:
             scope.cancel()
@@ -128,9 +139,9 @@ async def test_a_cancelled_spawn_leaves_no_process(tmp_path):
 
 
 @pytest.mark.every_loop
-async def test_when_the_program_is_killed_all_is_killed_and_told_and_a_later_spawn_works():
+async def test_when_the_program_is_killed_all_is_killed_and_told_and_a_later_spawn_works(cgroups):
     heard = Heard()
-    async with ProcessSpawner() as spawner:
+    async with ProcessSpawner(cgroups=cgroups) as spawner:
         script = "sleep 1000 & setsid sh -c 'echo $$; exec sleep 1000' & sleep 0.05; echo up; wait"
         spawned = await spawner.spawn(shell(script), heard)
         await heard.wait_for("up")
@@ -144,10 +155,10 @@ async def test_when_the_program_is_killed_all_is_killed_and_told_and_a_later_spa
         assert await again.wait() == ProcessEnd(4)
 
 
-async def test_the_end_of_the_program_leaves_other_children_alone():
+async def test_the_end_of_the_program_leaves_other_children_alone(cgroups):
     child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
     try:
-        async with ProcessSpawner() as spawner:
+        async with ProcessSpawner(cgroups=cgroups) as spawner:
             spawned = await spawner.spawn(shell("sleep 1000"), Heard())
             os.kill(spawner.pid, signal.SIGKILL)
             await spawned.wait_empty()
@@ -221,6 +232,26 @@ async def test_a_process_that_has_used_up_its_cpu_seconds_is_named_so():
         assert await spawned.wait() == ProcessEnd(-signal.SIGXCPU, "cpu_seconds")
 
 
+GREEDY = (sys.executable, "-S", "-c", "data = bytearray(200 << 20); print('got it')")
+
+
+async def test_a_limit_of_memory_holds_by_rlimit_where_there_are_no_cgroups():
+    heard = Heard()
+    async with ProcessSpawner(cgroups=False) as spawner:
+        spawned = await spawner.spawn(Launch("shop", 1, GREEDY, resources=Resources(memory=64 << 20)), heard)
+        assert spawned.limited_by == {"memory": "rlimit"}
+        assert await spawned.wait() == ProcessEnd(1)
+        assert heard.of("stderr")[-1] == "MemoryError"
+
+
+async def test_a_process_that_the_kernel_killed_for_its_memory_is_named_so():
+    async with ProcessSpawner() as spawner:
+        spawned = await spawner.spawn(Launch("shop", 1, GREEDY, resources=Resources(memory=64 << 20)), Heard())
+        if spawned.limited_by != {"memory": "cgroup"}:
+            pytest.skip("the memory of cgroups (version 2) cannot be limited here")
+        assert await spawned.wait() == ProcessEnd(-signal.SIGKILL, "memory")
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can change the user")
 async def test_it_runs_as_its_user_with_the_groups_of_that():
     heard = Heard()
@@ -292,7 +323,7 @@ async def test_a_failed_start_says_the_program_the_cause_and_what_to_do(failure)
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("#!/no/such/interpreter\n", "names the interpreter '/no/such/interpreter', which cannot be read or run"),
+        ("#!/no/such/interpreter\n", "or its interpreter '/no/such/interpreter' cannot be read or run"),
         ("echo hello\n", "give it a first line such as #!/bin/sh"),
     ],
 )
@@ -305,8 +336,8 @@ async def test_a_script_that_cannot_be_run_is_explained(tmp_path, content, said)
     assert said in str(raised.value)
 
 
-async def test_failed_and_ended_processes_leave_no_descriptor():
-    async with ProcessSpawner() as spawner:
+async def test_failed_and_ended_processes_leave_no_descriptor(cgroups):
+    async with ProcessSpawner(cgroups=cgroups) as spawner:
         await (await spawner.spawn(shell(":"), Heard())).wait_empty()
         before, programs = descriptors(), set(os.listdir(f"/proc/{spawner.pid}/fd"))
         for _ in range(5):
@@ -318,8 +349,8 @@ async def test_failed_and_ended_processes_leave_no_descriptor():
 
 
 @pytest.mark.slow
-async def test_two_thousand_spawns_leave_no_descriptor_and_no_process():
-    async with ProcessSpawner() as spawner:
+async def test_two_thousand_spawns_leave_no_descriptor_and_no_process(cgroups):
+    async with ProcessSpawner(cgroups=cgroups) as spawner:
         await (await spawner.spawn(Launch("s", 0, ("true",)), Heard())).wait_empty()
         before, programs = descriptors(), set(os.listdir(f"/proc/{spawner.pid}/fd"))
         for _ in range(2000):
@@ -340,6 +371,42 @@ async def test_many_start_at_once():
     assert sorted(end.returncode for end in ends) == list(range(40))
 
 
+@pytest.mark.parametrize("cgroups", [True], indirect=True)
+async def test_each_process_has_a_cgroup_that_is_removed_with_what_is_below_it(cgroups):
+    heard = Heard()
+    async with ProcessSpawner(cgroups=cgroups) as spawner:
+        spawned = await spawner.spawn(shell("grep ^0:: /proc/self/cgroup; sleep 1000"), heard)
+        folder = Path(spawner.cgroup)
+        with anyio.fail_after(10):
+            while not heard.lines:
+                await anyio.sleep(0.005)
+        (own,) = [each for each in folder.iterdir() if each.is_dir()]
+        assert heard.of("stdout")[0].endswith(f"/{folder.name}/{own.name}")
+        assert str(spawned.pid) in (own / "cgroup.procs").read_text().split()
+        (own / "below").mkdir()
+        spawned.kill()
+        await spawned.wait_empty()
+        assert not own.exists()
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("cgroups", [True], indirect=True)
+async def test_when_the_program_is_killed_its_cgroups_are_emptied_and_removed(cgroups):
+    """Also of what could be recognized by nothing else."""
+    heard = Heard()
+    async with ProcessSpawner(cgroups=cgroups) as spawner:
+        spawned = await spawner.spawn(shell("(setsid env -i sh -c 'echo $$; exec sleep 1000' &); wait"), heard)
+        with anyio.fail_after(10):
+            while not heard.lines:
+                await anyio.sleep(0.005)
+        folder, escaped = Path(spawner.cgroup), int(heard.of("stdout")[0])
+        os.kill(spawner.pid, signal.SIGKILL)
+        await spawned.wait_empty()
+        assert not runs(escaped)
+        await (await spawner.spawn(shell(":"), Heard())).wait_empty()
+        assert not folder.exists()
+
+
 SUPERVISOR = """
 import os, sys
 import anyio
@@ -354,7 +421,7 @@ class Listener:
         pass
 
 async def main():
-    async with ProcessSpawner() as spawner:
+    async with ProcessSpawner(cgroups=sys.argv[3] == '1') as spawner:
         launch = Launch("shop", 1, ("sh", "-c", sys.argv[1]), dict(os.environ), stop_timeout=float(sys.argv[2]))
         await spawner.spawn(launch, Listener())
         print("program", spawner.pid, flush=True)
@@ -364,9 +431,11 @@ anyio.run(main)
 """
 
 
-async def killed_supervisor(script, stop_timeout, lines):
+async def killed_supervisor(script, stop_timeout, lines, cgroups):
     """Run a supervisor of its own until so many lines were read, and kill it. Return the lines, and the program's pid."""
-    async with await anyio.open_process([sys.executable, "-c", SUPERVISOR, script, str(stop_timeout)]) as supervisor:
+    async with await anyio.open_process(
+        [sys.executable, "-c", SUPERVISOR, script, str(stop_timeout), str(int(cgroups))]
+    ) as supervisor:
         found, text = [], b""
         with anyio.fail_after(20):
             while len(found) < lines + 1:
@@ -377,27 +446,27 @@ async def killed_supervisor(script, stop_timeout, lines):
     return [line for line in found if not line.startswith("program")], program
 
 
-async def test_when_the_supervisor_is_killed_processes_may_drain_and_nothing_is_left(tmp_path):
+async def test_when_the_supervisor_is_killed_processes_may_drain_and_nothing_is_left(tmp_path, cgroups):
     """They can still write, and what they leave behind is killed when their time is over."""
     script = (
         f"trap 'echo draining; sleep 0.1; echo drained > {tmp_path}/file; exit' TERM\n"
         "setsid sh -c 'trap \"\" TERM; echo $$; while :; do sleep 1; done' & sleep 0.05; echo $$; while :; do sleep 0.05; done"
     )
-    lines, program = await killed_supervisor(script, 0.35, 2)
+    lines, program = await killed_supervisor(script, 0.35, 2, cgroups)
     await until_gone(program, *map(int, lines))
     assert (tmp_path / "file").read_text() == "drained\n"
 
 
-async def test_when_the_supervisor_is_killed_what_ignores_sigterm_is_killed():
-    lines, program = await killed_supervisor("trap '' TERM; echo $$; while :; do sleep 0.05; done", 0.2, 1)
+async def test_when_the_supervisor_is_killed_what_ignores_sigterm_is_killed(cgroups):
+    lines, program = await killed_supervisor("trap '' TERM; echo $$; while :; do sleep 0.05; done", 0.2, 1, cgroups)
     await until_gone(program, *map(int, lines))
 
 
-async def test_when_the_supervisor_and_the_program_are_killed_together_the_grandparent_is_left_with_nothing():
+async def test_when_the_supervisor_and_the_program_are_killed_together_the_grandparent_is_left_with_nothing(cgroups):
     """A supervisor under a supervisor: the outer one knows the processes by their environment."""
     heard = Heard()
-    async with ProcessSpawner() as spawner:
-        command = (sys.executable, "-c", SUPERVISOR, "echo $$; exec sleep 1000", "60")
+    async with ProcessSpawner(cgroups=cgroups) as spawner:
+        command = (sys.executable, "-c", SUPERVISOR, "echo $$; exec sleep 1000", "60", str(int(cgroups)))
         spawned = await spawner.spawn(Launch("outer", 1, command, dict(os.environ)), heard)
         with anyio.fail_after(20):
             while len(heard.lines) < 2:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ast
 import os
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 
 from mainspring.services import spawner_main
-from mainspring.services.spawner_main import Belongings, ProcessStat, Service, descendants, read_process
+from mainspring.services.spawner_main import Belongings, Cgroups, ProcessStat, Service, descendants, read_process
 
 
 def test_it_imports_the_standard_library_only():
@@ -85,3 +86,56 @@ def test_a_process_is_read_with_its_start_whatever_it_is_called():
     assert me.start > 0
     assert read_process(NO_PID + 1) is None
     assert me.pid in {each.pid for each in descendants(os.getppid())}
+
+
+# ---- cgroups, in a folder that stands for one
+
+
+def test_a_cgroup_holds_the_limits_of_memory_and_processes(tmp_path):
+    cgroups = Cgroups(str(tmp_path), os.getpid())
+    limits = {"memory": 1 << 20, "processes": 9, "open_files": 5}
+    path, held = cgroups.make(7, limits)
+    assert held == ["memory", "processes"]
+    assert Path(path).parent == Path(cgroups.path)
+    assert {each.name: each.read_text() for each in Path(path).iterdir()} == {
+        "memory.max": "1048576",
+        "memory.oom.group": "1",
+        "memory.swap.max": "0",
+        "pids.max": "9",
+    }
+    assert cgroups.make(8, {})[1] == []
+
+
+def test_where_no_cgroup_can_be_made_none_is_used(tmp_path):
+    assert Cgroups(None, os.getpid()).make(1, {"memory": 1}) == (None, [])
+    (tmp_path / "file").write_text("")
+    assert Cgroups(str(tmp_path / "file"), os.getpid()).path is None
+
+
+def test_a_leaf_that_an_earlier_spawner_made_gets_none_below_it(tmp_path):
+    leaf = tmp_path / Cgroups.LEAF
+    leaf.mkdir()
+    assert Path(Cgroups(str(leaf), os.getpid()).path).parent == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("returncode", "killed", "oom_kills", "cpu_seconds", "used", "limit"),
+    [
+        (-signal.SIGKILL, False, 1, 0, 0.0, "memory"),
+        (-signal.SIGKILL, False, 0, 0, 0.0, None),
+        (-signal.SIGKILL, True, 1, 0, 0.0, None),
+        (1, False, 1, 0, 0.0, None),
+        (-signal.SIGXCPU, False, 0, 3, 3.0, "cpu_seconds"),
+        (-signal.SIGXCPU, False, 0, 0, 3.0, None),
+        (-signal.SIGKILL, False, 0, 3, 8.1, "cpu_seconds"),
+        (-signal.SIGKILL, False, 0, 3, 2.9, None),
+        (-signal.SIGKILL, True, 0, 3, 8.1, None),
+    ],
+)
+def test_an_end_is_named_after_the_limit_that_caused_it(
+    tmp_path, returncode, killed, oom_kills, cpu_seconds, used, limit
+):
+    (tmp_path / "memory.events").write_text(f"low 0\nmax 12\noom 1\noom_kill {oom_kills}\n")
+    ended = service(1, NO_PID + 1, 0)
+    ended.cgroup, ended.killed, ended.cpu_seconds = str(tmp_path), killed, cpu_seconds
+    assert ended.limit_reached(returncode, used) == limit

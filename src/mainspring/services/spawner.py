@@ -54,6 +54,7 @@ class LaunchedProcess:
         self._launch = launch
         self._listener = listener
         self._pid = 0
+        self._limited_by: dict[str, str] = {}
         self._failure: str | None = None
         self._end: ProcessEnd | None = None
         self._started = anyio.Event()
@@ -90,8 +91,7 @@ class LaunchedProcess:
     @property
     def limited_by(self) -> Mapping[str, str]:
         """What holds each limit that was asked for."""
-        resources = self._launch.resources
-        return MappingProxyType({name: "rlimit" for name in LIMITS if getattr(resources, name) is not None})
+        return MappingProxyType(self._limited_by)
 
     async def wait(self) -> ProcessEnd:
         """Wait until the process has ended, and all that it wrote until then was told."""
@@ -152,9 +152,10 @@ class LaunchedProcess:
             environment["NOTIFY_SOCKET"] = self._notify.name
         return [*reading, *writing], environment
 
-    def has_started(self, pid: int) -> None:
+    def has_started(self, pid: int, limited_by: dict[str, str]) -> None:
         """Take the news that its program runs."""
         self._pid = pid
+        self._limited_by = limited_by
         if self._notify is not None:
             self._notify.pid = pid
         self._started.set()
@@ -217,8 +218,10 @@ class LaunchedProcess:
 class Program:
     """The running program: its socket, its end, and what it has started."""
 
-    def __init__(self, readiness: Readiness) -> None:
+    def __init__(self, readiness: Readiness, *, cgroups: bool) -> None:
         self.readiness = readiness
+        self.cgroup: str | None = None
+        """The folder of the cgroup below which that of each process is."""
         self.token = secrets.token_hex(8)
         self.processes: dict[int, LaunchedProcess] = {}
         self.lost = anyio.Event()
@@ -240,6 +243,7 @@ class Program:
                         spawner_main.__file__,
                         str(theirs.fileno()),
                         str(os.getpid()),
+                        str(int(cgroups)),
                     ],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
@@ -364,13 +368,13 @@ class Program:
         self._drop_unsent()
 
     def _take(self, news: dict[str, Any]) -> None:
-        if "crashed" in news:
-            self.crash = news["crashed"]
+        self.crash = news.get("crashed", self.crash)
+        self.cgroup = news.get("cgroup", self.cgroup)
         launched = self.processes.get(news["number"])
         if launched is None:
             return
         if "started" in news:
-            launched.has_started(news["started"])
+            launched.has_started(news["started"], news["limited_by"])
         elif "failed" in news:
             launched.has_failed(*news["failed"])
         elif "ended" in news:
@@ -387,10 +391,13 @@ class ProcessSpawner:
     is still killed by the program.
 
     ``only_children``: True if this process starts none but by this spawner. Then, if the program dies, all descendants of this
-    process are killed. Else those that can be recognized are: by their session, their parent or their environment.
+    process are killed. Else those that can be recognized are: by their cgroup, session, parent or environment.
+
+    ``cgroups``: True to have a cgroup for each process where cgroups (version 2) can be written.
     """
 
-    def __init__(self, *, close_timeout: float = 5.0, only_children: bool = False) -> None:
+    def __init__(self, *, close_timeout: float = 5.0, only_children: bool = False, cgroups: bool = True) -> None:
+        self._cgroups = cgroups
         self._close_timeout = close_timeout
         self._only_children = only_children
         self._program: Program | None = None
@@ -423,6 +430,11 @@ class ProcessSpawner:
         """The process id of its program, while that runs."""
         return self._program.child.pid if self._program is not None else None
 
+    @property
+    def cgroup(self) -> str | None:
+        """The folder of the cgroup below which each process has one of its own; None where there is none."""
+        return self._program.cgroup if self._program is not None else None
+
     async def spawn(self, launch: Launch, listener: ProcessListener) -> LaunchedProcess:
         """Start a process in a session of its own. Return once its program runs.
 
@@ -447,7 +459,7 @@ class ProcessSpawner:
             await self._program.buried.wait()
         if self._program is None:
             try:
-                self._program = Program(self._readiness)
+                self._program = Program(self._readiness, cgroups=self._cgroups)
             except (OSError, ValueError) as error:
                 raise spawn_error(launch, f"the program that starts processes cannot be started: {error}") from error
             self._tasks.start_soon(self._shielded, self._outlive, self._program)
@@ -527,8 +539,14 @@ class Remains:
         while self._look():
             await anyio.sleep(pause)
             pause = min(pause * 2, spawner_main.LAST_KILL)
+        if self._program.cgroup is not None:
+            spawner_main.remove_cgroup(self._program.cgroup)
 
     def _look(self) -> bool:
+        in_cgroup = spawner_main.cgroup_pids(self._program.cgroup) if self._program.cgroup is not None else []
+        if in_cgroup:
+            self._killed.update(in_cgroup)
+            spawner_main.write_file(f"{self._program.cgroup}/cgroup.kill", "1")
         self._belongings.sort(self._services, spawner_main.descendants(os.getpid()))
         victims = [each for service in self._services for each in service.members.values()]
         victims += self._belongings.strangers if self._only_children else []
@@ -540,10 +558,10 @@ class Remains:
                 service.reaped = self._reap(service.pid, self._launched[service.number])
         for pid in list(self._killed - {service.pid for service in self._services if not service.reaped}):
             self._reap(pid)
-        for service in [each for each in self._services if each.reaped and not each.members]:
+        for service in [each for each in self._services if each.reaped and not each.members and not in_cgroup]:
             self._services.remove(service)
             self._program.processes.pop(service.number).has_emptied()
-        return bool(victims or self._services)
+        return bool(in_cgroup or victims or self._services)
 
     def _reap(self, pid: int, launched: LaunchedProcess | None = None) -> bool:
         """Reap an adopted child if it has ended. True if it is one no longer."""

@@ -1,12 +1,12 @@
 """The spawner: a small process that starts the processes of services, reaps all that is left to it, and tells how they end.
 
-It runs by path, on the standard library alone (``python -I -S spawner_main.py SOCKET_FD SUPERVISOR_PID``), so it stays small,
-forks quickly, and shares no fate with the supervisor. The two talk by JSON over a pair of sequenced-packet sockets. A launch
+It runs by path, on the standard library alone (``python -I -S spawner_main.py …``), so it stays small, forks
+quickly, and shares no fate with the supervisor. The two talk by JSON over a pair of sequenced-packet sockets. A launch
 comes as a file in memory, with the descriptors that the process is to have.
 
 All that a service starts stays below the spawner, as that is its subreaper: also what has left its session by ``setsid`` or
-a double fork. What belongs to which service is told by ``Belongings``. A service is *empty* when its main process is reaped
-and no living process below the spawner belongs to it.
+a double fork. Where cgroups (version 2) can be written each service has one, which tells what belongs to it. Elsewhere
+``Belongings`` does. A service is *empty* when its main process is reaped and no living process belongs to it.
 
 When the socket or the supervisor ends, the spawner stops everything: SIGTERM to each main process, and to what that has left
 when it ends; SIGKILL to a whole service when its stop time is over; and at last SIGKILL to all that is below the spawner. Until
@@ -126,6 +126,133 @@ def send_to(process: ProcessStat, signum: int) -> None:
         os.close(descriptor)
 
 
+# ---- cgroups
+
+
+def own_cgroup() -> str | None:
+    """Return the folder of the cgroup (version 2) that this process is in, or None where there is none."""
+    try:
+        with open("/proc/self/cgroup", encoding="utf-8") as file:
+            inside = next(line[3:].rstrip("\n") for line in file if line.startswith("0::"))
+        with open("/proc/self/mountinfo", encoding="utf-8") as file:
+            mounts = [line.split(" - ") for line in file]
+        root, folder = next(before.split()[3:5] for before, after in mounts if after.split()[0] == "cgroup2")
+    except (OSError, StopIteration, ValueError):
+        return None
+    relative = os.path.relpath(inside, root)
+    return None if relative.startswith("..") else os.path.normpath(os.path.join(folder, relative))
+
+
+def write_file(path: str, text: str) -> bool:
+    """Write a text to a file of the kernel. Return False where that is refused."""
+    try:
+        with open(path, "w", encoding="ascii") as file:
+            file.write(text)
+    except OSError:
+        return False
+    return True
+
+
+def count_in(path: str, name: str) -> int:
+    """Return a number out of a file with lines of a name and a number; 0 where there is none."""
+    try:
+        with open(path, encoding="ascii") as file:
+            return next((int(line.split()[1]) for line in file if line.split()[0] == name), 0)
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def cgroup_pids(path: str) -> list[int]:
+    """Return the pids of all processes in a cgroup and in those below."""
+    found: list[int] = []
+    for folder, _, _ in os.walk(path):
+        with suppress(OSError), open(f"{folder}/cgroup.procs", encoding="ascii") as file:
+            found.extend(int(line) for line in file)
+    return found
+
+
+def remove_cgroup(path: str) -> None:
+    """Remove a cgroup and those below, as far as they are empty."""
+    for folder, _, _ in os.walk(path, topdown=False):
+        with suppress(OSError):
+            os.rmdir(folder)
+
+
+class Cgroups:
+    """Makes a cgroup for each service, below the one that this program is in. ``path`` is None where that cannot be."""
+
+    LEAF = "mainspring-supervisor"
+    """The cgroup to which supervisor and spawner move: a cgroup with processes can give no limits to those below."""
+
+    def __init__(self, own: str | None, supervisor: int) -> None:
+        if own is not None and os.path.basename(own) == self.LEAF:
+            own = os.path.dirname(own)
+        self.path: str | None = None
+        self.controllers: list[str] = []
+        if own is None:
+            return
+        path = f"{own}/mainspring-{os.getpid()}"
+        with suppress(OSError):
+            os.makedirs(f"{path}/test")
+            if self._can_join(f"{path}/test"):
+                self.path = path
+                self.controllers = [each for each in ("memory", "pids") if self._enable(own, path, each, supervisor)]
+        remove_cgroup(path if self.path is None else f"{path}/test")
+
+    def make(self, number: int, limits: dict[str, int]) -> tuple[str | None, list[str]]:
+        """Make a cgroup. Return its path, or None, and the names of the limits that it holds."""
+        if self.path is None:
+            return None, []
+        path = f"{self.path}/{number}"
+        try:
+            os.mkdir(path)
+        except OSError:
+            return None, []
+        held = []
+        for name, controller, file in (("memory", "memory", "memory.max"), ("processes", "pids", "pids.max")):
+            if name in limits and controller in self.controllers and write_file(f"{path}/{file}", str(limits[name])):
+                held.append(name)
+        if "memory" in held:
+            write_file(f"{path}/memory.oom.group", "1")  # all of a service, not a part without which it fails
+            write_file(f"{path}/memory.swap.max", "0")  # it ends, rather than slow the machine down
+        return path, held
+
+    def close(self) -> None:
+        """Remove all of it, as far as it is empty."""
+        if self.path is not None:
+            remove_cgroup(self.path)
+        self.path = None
+
+    def _can_join(self, path: str) -> bool:
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0 if write_file(f"{path}/cgroup.procs", "0") else 1)
+        return os.waitpid(pid, 0)[1] == 0
+
+    def _enable(self, own: str, path: str, controller: str, supervisor: int) -> bool:
+        control = f"{own}/cgroup.subtree_control"
+        if not write_file(control, f"+{controller}"):
+            here = {os.getpid(), supervisor}
+            leaf = f"{own}/{self.LEAF}"
+            try:
+                with open(f"{own}/cgroup.controllers", encoding="ascii") as file:
+                    known = controller in file.read().split()
+                with open(f"{own}/cgroup.procs", encoding="ascii") as file:
+                    alone = {int(line) for line in file} == here
+                if known and alone:
+                    os.makedirs(leaf, exist_ok=True)
+            except OSError:
+                return False
+            if not all(write_file(f"{leaf}/cgroup.procs", str(pid)) for pid in here if known and alone):
+                return False
+            if not write_file(control, f"+{controller}"):
+                return False
+        return write_file(f"{path}/cgroup.subtree_control", f"+{controller}")
+
+
+# ---- services
+
+
 class LaunchRequest(TypedDict):
     """What a process is started with. ``user``: its uid, gid and groups."""
 
@@ -152,6 +279,10 @@ class Service:
         process = read_process(pid)
         self.start = process.start if process is not None else 0
         self.cpu_seconds = 0
+        self.cgroup: str | None = None
+        self.limited_by: dict[str, str] = {}
+        self.events = -1
+        """The file of the cgroup that says whether it holds processes: it can be waited for."""
         self.sessions = {pid}
         self.members: dict[int, ProcessStat] = {}
         self.started = False
@@ -161,6 +292,26 @@ class Service:
         """True if what its main process has left was told to end, as the supervisor is gone."""
         self.kill_at = 0.0
         """When all of it is to be killed, once it was told to end and the supervisor is gone."""
+
+    @property
+    def is_empty(self) -> bool:
+        """True if nothing of it was left when its members were looked at."""
+        if self.cgroup is None:
+            return self.reaped and not self.members
+        return self.reaped and not count_in(f"{self.cgroup}/cgroup.events", "populated")
+
+    def look_at_cgroup(self) -> None:
+        """Set the members out of the cgroup."""
+        found = map(read_process, cgroup_pids(self.cgroup or ""))
+        self.members = {each.pid: each for each in found if each is not None and not each.zombie}
+
+    def limit_reached(self, returncode: int, cpu_seconds: float) -> str | None:
+        """Return the limit that ended the main process, if one did. It had used so many seconds of processor time."""
+        was_killed = returncode == -signal.SIGKILL and not self.killed
+        if was_killed and self.cgroup and count_in(f"{self.cgroup}/memory.events", "oom_kill"):
+            return "memory"
+        used_up = returncode == -signal.SIGXCPU or (was_killed and cpu_seconds >= self.cpu_seconds)
+        return "cpu_seconds" if self.cpu_seconds and used_up else None
 
 
 class Belongings:
@@ -215,8 +366,9 @@ class Belongings:
 class Child:
     """The forked child, until its program runs. What fails is written to ``report`` as ``[stage, errno, detail]``."""
 
-    def __init__(self, launch: LaunchRequest, descriptors: list[int], report: int) -> None:
+    def __init__(self, launch: LaunchRequest, cgroup: str | None, descriptors: list[int], report: int) -> None:
         self._launch = launch
+        self._cgroup = cgroup
         self._descriptors = descriptors
         self._report = report
         self._stage = "session"
@@ -225,19 +377,19 @@ class Child:
         """Become the program. It never returns."""
         try:
             self._become()
-        except OSError as error:
-            self._fail(error.errno or 0, error.strerror or str(error))
         except BaseException as error:
-            self._fail(0, f"{type(error).__name__}: {error}")
+            said = [error.errno or 0, error.strerror or ""] if isinstance(error, OSError) else [0, repr(error)]
+            os.write(self._report, json.dumps([self._stage, *said]).encode())
         finally:
             os._exit(127)
-
-    def _fail(self, number: int, detail: str) -> None:
-        os.write(self._report, json.dumps([self._stage, number, detail[:1000]]).encode())
 
     def _become(self) -> None:
         launch = self._launch
         os.setsid()
+        if self._cgroup is not None:
+            self._stage = "cgroup"
+            with open(f"{self._cgroup}/cgroup.procs", "w", encoding="ascii") as file:
+                file.write("0")
         self._place_descriptors()
         for number in signal.valid_signals():
             if number not in (signal.SIGKILL, signal.SIGSTOP):
@@ -291,44 +443,18 @@ class Child:
         resource.setrlimit(which, (most, hard))
 
     def _execute(self, command: list[str], environment: dict[str, str]) -> None:
+        """Run the program. Where it is none, report the path of the first that has its name."""
         program = command[0]
         folders = [""] if "/" in program else environment.get("PATH", os.defpath).split(":")
-        worst: OSError | None = None
+        worst = OSError(errno.ENOENT, "")
         for folder in folders:
             path = os.path.join(folder, program)
             try:
                 os.execve(path, command, environment)  # noqa: S606 - what is run is the user's choice
             except OSError as error:
-                if error.errno not in (errno.ENOENT, errno.ENOTDIR) or os.path.lexists(path):
-                    error.strerror = self._cause(path, error)
-                    worst = worst or error
-        if worst is not None:
-            raise worst
-        raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
-
-    def _cause(self, path: str, error: OSError) -> str:
-        """Return what is wrong with a program that exists and cannot be run."""
-        try:
-            if os.path.isdir(path):
-                return f"{path} is a directory"
-            if not os.path.exists(path):
-                return f"{path} is a link to nothing"
-            if not os.access(path, os.X_OK):
-                return f"{path} is not executable (chmod +x)"
-            with open(path, "rb") as file:
-                first = file.readline(256)
-        except OSError:
-            first = b""
-        if first.startswith(b"#!"):
-            interpreter = first[2:].split()[:1]
-            name = interpreter[0].decode("utf-8", "replace") if interpreter else ""
-            if error.errno in (errno.ENOENT, errno.EACCES, errno.ENOTDIR):
-                return f"{path} names the interpreter {name!r}, which cannot be read or run"
-        elif error.errno == errno.ENOENT:
-            return f"{path} needs a loader that this system does not have"
-        elif error.errno == errno.ENOEXEC:
-            return f"{path} is no program: give it a first line such as #!/bin/sh"
-        return f"{path}: {os.strerror(error.errno or 0)}"
+                if not worst.strerror and (error.errno not in (errno.ENOENT, errno.ENOTDIR) or os.path.lexists(path)):
+                    worst = OSError(error.errno, path)
+        raise worst
 
 
 # ---- the spawner
@@ -337,12 +463,14 @@ class Child:
 class SpawnerProgram:
     """Does what the supervisor asks for until that is gone, and then ends everything."""
 
-    def __init__(self, connection: socket.socket, supervisor: int) -> None:
+    def __init__(self, connection: socket.socket, supervisor: int, cgroups: Cgroups) -> None:
         self._connection = connection
+        self._cgroups = cgroups
         self._services: dict[int, Service] = {}
         self._by_pid: dict[int, Service] = {}
         self._reports: dict[int, Service] = {}
         self._draining: set[int] = set()
+        self._events: set[int] = set()
         self._belongings = Belongings()
         self._unsent: list[bytes] = []
         self._gone = False
@@ -360,6 +488,7 @@ class SpawnerProgram:
         self._poll.register(self._woken, select.EPOLLIN)
         self._supervisor = os.pidfd_open(supervisor)
         self._poll.register(self._supervisor, select.EPOLLIN)
+        self._tell(number=0, cgroup=cgroups.path)
         if os.getppid() != supervisor:
             self._lose_supervisor()
 
@@ -373,15 +502,12 @@ class SpawnerProgram:
             if time.monotonic() >= self._look_at:
                 self._look()
                 if self._gone and not self._services and not self._kill_strangers():
+                    self._cgroups.close()
                     return
 
     def tell_crash(self, error: Exception) -> None:
         """Tell the supervisor what ended this program. It then kills what is left."""
-        trace = error.__traceback__
-        while trace is not None and trace.tb_next is not None:
-            trace = trace.tb_next
-        line = trace.tb_lineno if trace is not None else 0
-        self._tell(number=0, crashed=f"{type(error).__name__}: {error} (line {line})")
+        self._tell(number=0, crashed=f"{type(error).__name__}: {error}")
 
     def _handle(self, descriptor: int, events: int) -> None:
         if descriptor == self._woken:
@@ -395,6 +521,9 @@ class SpawnerProgram:
                 self._take_requests()
         elif descriptor in self._reports:
             self._end_start(descriptor)
+        elif descriptor in self._events:
+            os.pread(descriptor, 4096, 0)
+            self._look_at = 0.0
         elif descriptor in self._draining and not self._drop_output(descriptor):
             self._poll.unregister(descriptor)
             self._draining.discard(descriptor)
@@ -432,7 +561,7 @@ class SpawnerProgram:
         if not service.reaped:
             os.kill(service.pid, number)
         else:
-            self._belongings.sort(list(self._services.values()), descendants(os.getpid()))
+            self._find_members()
             for process in service.members.values():
                 send_to(process, number)
         if number == signal.SIGTERM and not service.kill_at:
@@ -477,8 +606,6 @@ class SpawnerProgram:
             return bool(os.read(descriptor, 65_536))
         except BlockingIOError:
             return True
-        except OSError:
-            return False
 
     # -- launches
 
@@ -487,21 +614,31 @@ class SpawnerProgram:
         launch: LaunchRequest = json.loads(os.pread(file, os.fstat(file).st_size, 0))
         os.close(file)
         outputs, given = descriptors[:2], descriptors[2:]
+        limited_by = dict.fromkeys(launch["limits"], "rlimit")
+        cgroup, held = self._cgroups.make(number, launch["limits"])
+        for name in held:
+            del launch["limits"][name]
+            limited_by[name] = "cgroup"
         try:
             report, writing = os.pipe()
             pid = os.fork()
             if pid == 0:
-                Child(launch, given, writing).run()
+                Child(launch, cgroup, given, writing).run()
         except OSError as error:
             self._tell(number=number, failed=["fork", error.errno, error.strerror])
             self._tell(number=number, empty=True)
+            remove_cgroup(cgroup or "")
             for each in descriptors:
                 os.close(each)
             return
         for each in (writing, *given):
             os.close(each)
         service = Service(number, pid, launch["instance"], launch["stop_timeout"])
-        service.outputs = outputs
+        service.outputs, service.cgroup, service.limited_by = outputs, cgroup, limited_by
+        if cgroup is not None:
+            service.events = os.open(f"{cgroup}/cgroup.events", os.O_RDONLY | os.O_CLOEXEC)
+            self._events.add(service.events)
+            self._poll.register(service.events, select.EPOLLPRI)
         service.cpu_seconds = launch["limits"].get("cpu_seconds", 0)
         for other in self._services.values():
             other.sessions.discard(pid)  # of a session that has ended, or its number would not have come again
@@ -518,7 +655,9 @@ class SpawnerProgram:
             self._tell(number=service.number, failed=json.loads(failure))
             return
         service.started = True
-        self._tell(number=service.number, started=service.pid)
+        self._tell(number=service.number, started=service.pid, limited_by=service.limited_by)
+        if service.cgroup is not None:
+            return
         now = time.monotonic()
         self._looks.update(round(now + after + LOOKS[0] / 2, 1) for after in LOOKS[:-1])  # many launches share one
         self._look_at = min(self._look_at, *self._looks)
@@ -542,17 +681,17 @@ class SpawnerProgram:
             service.reaped = True
             if service.started:
                 returncode = os.waitstatus_to_exitcode(status)
-                limit = self._limit_reached(service, returncode, used.ru_utime + used.ru_stime)
+                limit = service.limit_reached(returncode, used.ru_utime + used.ru_stime)
                 self._tell(number=service.number, ended=returncode, limit=limit)
-
-    def _limit_reached(self, service: Service, returncode: int, seconds: float) -> str | None:
-        used_up = returncode == -signal.SIGKILL and not service.killed and seconds >= service.cpu_seconds
-        return "cpu_seconds" if service.cpu_seconds and (returncode == -signal.SIGXCPU or used_up) else None
 
     def _kill(self, service: Service) -> None:
         service.killed = True
         self._kill_after = FIRST_KILL
         self._look_at = 0.0
+        if service.cgroup is not None:
+            write_file(
+                f"{service.cgroup}/cgroup.kill", "1"
+            )  # since Linux 5.14; its members are killed one by one as well
         if not service.reaped:
             os.kill(service.pid, signal.SIGKILL)  # not in a session of its own yet, maybe
             with suppress(OSError):
@@ -562,7 +701,7 @@ class SpawnerProgram:
         """Look what is left of each service, kill what is to be killed, and tell what is empty."""
         now = time.monotonic()
         services = list(self._services.values())
-        self._belongings.sort(services, descendants(os.getpid()))
+        self._find_members()
         for service in services:
             if self._gone and now >= service.kill_at and not service.killed:
                 self._kill(service)
@@ -573,9 +712,18 @@ class SpawnerProgram:
             if service.killed:
                 for process in service.members.values():
                     send_to(process, signal.SIGKILL)
-            if service.reaped and not service.members:
+            if service.is_empty:
                 self._forget(service)
         self._plan(now)
+
+    def _find_members(self) -> None:
+        services = self._services.values()
+        for service in services:
+            if service.cgroup is not None and (service.reaped or service.killed):
+                service.look_at_cgroup()
+        without = [service for service in services if service.cgroup is None]
+        if without:
+            self._belongings.sort(without, descendants(os.getpid()))
 
     def _forget(self, service: Service) -> None:
         del self._services[service.number]
@@ -584,6 +732,11 @@ class SpawnerProgram:
                 self._poll.unregister(output)
                 self._draining.discard(output)
             os.close(output)
+        if service.cgroup is not None:
+            self._events.discard(service.events)
+            self._poll.unregister(service.events)
+            os.close(service.events)
+            remove_cgroup(service.cgroup)
         self._tell(number=service.number, empty=True)
 
     def _plan(self, now: float) -> None:
@@ -591,7 +744,7 @@ class SpawnerProgram:
         self._looks = {at for at in self._looks if at > now}
         services = self._services.values()
         instants = [*self._looks]
-        if services:
+        if any(service.cgroup is None for service in services):
             instants.append(now + LOOKS[-1])
         if any(service.reaped for service in services):
             instants.append(now + LOOKS[1])
@@ -623,18 +776,15 @@ def receive(connection: socket.socket) -> tuple[bytes, list[int]]:
 
 
 def main(arguments: list[str]) -> None:
-    """Run with ``SOCKET_FD SUPERVISOR_PID``, both given by the supervisor."""
+    """Run with ``SOCKET_FD SUPERVISOR_PID CGROUPS``, all given by the supervisor (``CGROUPS`` is 0 where none are wanted)."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # only the supervisor says when it is over
-    try:
-        with open("/proc/self/comm", "w", encoding="ascii") as name:
-            name.write("ms-spawner")
-    except OSError:
-        pass
+    write_file("/proc/self/comm", "ms-spawner")
     set_subreaper(True)
-    descriptor, supervisor = map(int, arguments)
+    descriptor, supervisor, cgroups = map(int, arguments)
     os.set_inheritable(descriptor, False)
-    spawner = SpawnerProgram(socket.socket(fileno=descriptor), supervisor)
+    groups = Cgroups(own_cgroup() if cgroups else None, supervisor)
+    spawner = SpawnerProgram(socket.socket(fileno=descriptor), supervisor, groups)
     gc.collect()
     gc.freeze()
     try:
