@@ -306,7 +306,7 @@ class Service:
         self.members = {each.pid: each for each in found if each is not None and not each.zombie}
 
     def limit_reached(self, returncode: int, cpu_seconds: float) -> str | None:
-        """Return the limit that ended the main process, if one did. It had used so many seconds of processor time."""
+        """Return the limit that ended the main process, if one did. ``cpu_seconds``: what it had used."""
         was_killed = returncode == -signal.SIGKILL and not self.killed
         if was_killed and self.cgroup and count_in(f"{self.cgroup}/memory.events", "oom_kill"):
             return "memory"
