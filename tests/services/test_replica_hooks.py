@@ -382,3 +382,20 @@ def test_a_stop_waits_for_no_probe() -> None:
             assert play.ended_at == 11
 
     virtually(main)
+
+
+def test_a_probe_says_nothing_of_a_process_that_has_ended() -> None:
+    """What it has left behind drains for long, and its probe fails meanwhile."""
+
+    async def main() -> None:
+        probe = Answers()
+        program = SimulatedProgram(lives=4.5, returncode=3, children=(SimulatedProgram(stops_in=15),))
+        async with playing(turns(program, WELL), probe=probe, lifecycle=lifecycle(health=FAST), notify=True) as play:
+            await anyio.sleep(4.75)
+            await unwell_for(play, probe, 14)
+            await anyio.sleep(10)
+            ((at, ended),) = play.of(ServiceProcessEnded)
+            assert (at, ended.ending) == (19.5, "exit status 3")
+            assert not play.of(ProbeChanged)
+
+    virtually(main)

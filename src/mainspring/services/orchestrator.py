@@ -172,6 +172,7 @@ class Orchestrator:
 
     async def _bring_down(self) -> None:
         """Stop all services in reverse order. Kill each that is late, and leave what does not even end then."""
+        self._tree.stop_waiting()
         while self._tree.up:
             self._tree.stop_next(self._tree.up)
             self._dirty = False

@@ -412,15 +412,16 @@ class Replica:
             await anyio.sleep(settings.interval)
             if process.ready_at is None:
                 continue
-            verdict = health.note(await self._ask(self._probe))
+            error = await self._ask(self._probe)
+            if self.life.state not in (ServiceState.RUNNING, ServiceState.DEGRADED):
+                return  # it has ended, or is being ended: its answer says nothing any more
+            verdict = health.note(error)
             self._note_probe(health.error)
             if verdict is HealthVerdict.FAILED:
                 self._unwell = f"its probe failed {settings.max_failures} times: {health.error}"
                 self._condition.notify_all()
                 return
-            wanted = ServiceState.RUNNING if verdict is HealthVerdict.WELL else ServiceState.DEGRADED
-            if self.life.state in (ServiceState.RUNNING, ServiceState.DEGRADED):
-                self._enter(wanted)
+            self._enter(ServiceState.RUNNING if verdict is HealthVerdict.WELL else ServiceState.DEGRADED)
 
     async def _ask(self, probe: Probe) -> str | None:
         timeout = self.spec.lifecycle.health_check.timeout

@@ -211,6 +211,10 @@ class ServiceTree:
         for name in self.order.may_stop(up):
             self.stop_replicas(self.services[name].replicas.values())
 
+    def stop_waiting(self) -> None:
+        """Tell the replicas to stop that have no process: so none is started any more. Nothing has to stop first."""
+        self.stop_replicas([managed for managed in self.replicas() if managed.replica.pid is None])
+
     def stop_replicas(self, replicas: Iterable[ManagedReplica]) -> None:
         """Tell replicas to stop, in any order."""
         for managed in replicas:

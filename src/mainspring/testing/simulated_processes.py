@@ -152,6 +152,7 @@ class SimulatedProgram:
 
     :param ready_in: it notifies READY after that time. None: never.
     :param lines: it writes these first.
+    :param ready_line: it writes this when it is ready.
     :param lives: it ends by itself that long after it was ready, or after its start where it is never ready.
     :param crashes_every: it ends by SIGSEGV at random, that often on average.
     :param returncode: how it then ends: an exit status, or minus a signal.
@@ -162,6 +163,7 @@ class SimulatedProgram:
 
     ready_in: float | None = 0.0
     lines: tuple[str, ...] = ()
+    ready_line: str | None = None
     lives: float = math.inf
     crashes_every: float = math.inf
     returncode: int = 0
@@ -186,6 +188,8 @@ class SimulatedProgram:
         if self.ready_in is not None:
             if await self._told_to_stop(process, self.ready_in, crash_at):
                 return 0
+            if self.ready_line is not None:
+                process.write(self.ready_line)
             process.notify(READY="1")
         if await self._told_to_stop(process, self.lives, crash_at):
             return 0
