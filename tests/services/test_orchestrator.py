@@ -309,7 +309,7 @@ def test_a_cancelled_run_kills_all(run: Run) -> None:
     run(main)
 
 
-def test_signals_stop_it_and_the_second_one_kills(run: Run) -> None:
+def test_signals_stop_it_and_the_second_one_leaves_little_time(run: Run) -> None:
     async def main() -> None:
         world = World([spec("store"), spec("web", "store")], {"web": SimulatedProgram(stops_in=10)})
         reports = []
@@ -327,7 +327,8 @@ def test_signals_stop_it_and_the_second_one_kills(run: Run) -> None:
             signal.raise_signal(signal.SIGINT)
         assert reports[0].reason == "SIGTERM"
         assert reports[0].exit_status == 128 + signal.SIGINT
-        assert world.ended("web") == [8]
+        assert world.told("web") == [5]
+        assert world.ended("web") == [8 + ShutdownSettings().force_kill_timeout]
         assert not world.spawner.running()
 
     run(main)

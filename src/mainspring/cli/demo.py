@@ -10,28 +10,25 @@ import sysconfig
 from collections.abc import AsyncIterator  # noqa: TC003 - asynccontextmanager's own annotation
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from subprocess import DEVNULL, PIPE
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import anyio
-from anyio.streams.text import TextReceiveStream
 
 import mainspring
 from mainspring.cli.demo_report import DemoReport, account
 from mainspring.cli.demo_view import DemoView
-from mainspring.cli.parent_link import link_for_child
 from mainspring.cli.user_errors import FAILED, UserError, say
-from mainspring.core.process import signal_child
-from mainspring.runtime.scope import DaemonScope
 from mainspring.runtime.signals import ShutdownCoordinator
+from mainspring.services.spawner import ProcessSpawner
+from mainspring.services.spawning import Launch
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from types import ModuleType
 
-    from anyio.abc import Process
-
     from mainspring.mailbox.message import Counts
+    from mainspring.services.spawning import SpawnedProcess, Stream
 
 KILL_AT, TERM_AT = 0.2, 0.5
 """Shares of the files after which one worker is killed, and another one told to stop."""
@@ -167,45 +164,36 @@ class Demo:
     @asynccontextmanager
     async def _service(self) -> AsyncIterator[None]:
         """Run ``mainspring run indexer:group --processes 2`` in the example's directory until the end of the block."""
-        ours, theirs, environment = link_for_child(0)  # so that it ends with us, however we end
         arguments = ["run", "indexer:group", "--processes", "2", "--log-level", "WARNING"]
-        command = [sys.executable, "-m", "mainspring", *arguments]
-        with ours:
+        launch = Launch(
+            service="demo",
+            replica=1,
+            command=(sys.executable, "-m", "mainspring", *arguments),
+            environment=os.environ,
+            directory=str(example_directory()),
+            notify=False,
+            stop_timeout=STOP_TIMEOUT,
+        )
+        async with ProcessSpawner() as spawner:
+            process = await spawner.spawn(launch, self)
             try:
-                with anyio.CancelScope(shield=True, deadline=anyio.current_time() + STOP_TIMEOUT):
-                    process = await anyio.open_process(
-                        command,
-                        stdin=DEVNULL,
-                        stdout=DEVNULL,
-                        stderr=PIPE,
-                        cwd=example_directory(),
-                        env=environment,
-                        start_new_session=True,
-                        pass_fds=[theirs.fileno()],
-                    )
+                yield
             finally:
-                theirs.close()
-            async with DaemonScope("demo", timeout=STOP_TIMEOUT) as scope:
-                scope.start_soon(self._relay, process, name="relay of the service's output")
-                try:
-                    yield
-                finally:
-                    with anyio.CancelScope(shield=True, deadline=anyio.current_time() + STOP_TIMEOUT):
-                        await self._stop(process)
+                with anyio.CancelScope(shield=True, deadline=anyio.current_time() + STOP_TIMEOUT):
+                    await self._stop(process)
 
-    async def _relay(self, process: Process) -> None:
+    def on_line(self, stream: Stream, line: str) -> None:
         """Show what the service says."""
-        assert process.stderr is not None
-        rest = ""
-        async for text in TextReceiveStream(process.stderr, errors="replace"):
-            *lines, rest = (rest + text).split("\n")
-            for line in lines:
-                self._view.service(line)
+        if stream == "stderr":
+            self._view.service(line)
 
-    async def _stop(self, process: Process) -> None:
-        signal_child(process, signal.SIGTERM)
-        with anyio.move_on_after(STOP_TIMEOUT - 5):
-            self._service_status = await process.wait()
-            return
-        process.kill()  # its workers notice, and stop too
-        self._service_status = await process.wait()
+    def on_notify(self, news: Mapping[str, str]) -> None:
+        """It has nothing to notify of."""
+
+    async def _stop(self, process: SpawnedProcess) -> None:
+        process.send_signal(signal.SIGTERM)
+        with anyio.move_on_after(STOP_TIMEOUT - 5) as patience:
+            await process.wait()
+        if patience.cancelled_caught:
+            process.kill()
+        self._service_status = (await process.wait()).returncode

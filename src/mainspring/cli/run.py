@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from mainspring.cli.early_signals import CommandSignals, Interrupted
-from mainspring.cli.parent_link import ParentLink
 from mainspring.cli.sources import loaded_directories
 from mainspring.cli.target import load_group
 from mainspring.cli.user_errors import FAILED, WRONG_USE, UserError, say
+from mainspring.cli.worker import Worker
 from mainspring.core.loggers import Logger
 from mainspring.core.state_machine import GroupState
 from mainspring.errors import MainspringError
@@ -61,24 +61,23 @@ class RunOptions:
 def run_target(options: RunOptions) -> int:
     """Run until the end. Return the exit status of the process."""
     early = CommandSignals.install()
-    link = ParentLink.from_environment()
-    tag = f"worker {link.number}" if link is not None and link.number else ""
+    worker = Worker.from_environment()
+    tag = str(worker) if worker is not None else ""
     # Before the user's module, which may have other wishes.
     logs.configure(options.log_level, json=options.log_json, tag=tag)
-    if link is not None:
-        link.start()
-    is_worker = link is not None and link.number > 0
-    if options.processes > 1 or options.reload or (options.max_messages_per_process is not None and not is_worker):
+    if options.processes > 1 or options.reload or (options.max_messages_per_process is not None and worker is None):
         from mainspring.cli.supervise import Supervisor
 
         event_loop(options.loop)  # a missing one is said here, once
         return anyio.run(lambda: Supervisor(options).run())
     try:
-        return _run_group(options, early, link)
+        return _run_group(options, early, worker)
     except UserError as problem:
-        if link is not None and link.number and link.tell(problem=str(problem), directories=loaded_directories()):
-            return problem.status  # the supervisor says it, once for all its workers
-        raise
+        if worker is None:
+            raise
+        worker.tell_directories(loaded_directories())
+        worker.tell_problem(str(problem))
+        return problem.status  # the supervisor says it, once for all its workers
 
 
 def event_loop(name: str) -> tuple[str, dict[str, Any]]:
@@ -90,23 +89,24 @@ def event_loop(name: str) -> tuple[str, dict[str, Any]]:
     return ("trio", {}) if name == "trio" else ("asyncio", {"use_uvloop": name == "uvloop"})
 
 
-def _run_group(options: RunOptions, early: CommandSignals, link: ParentLink | None) -> int:
+def _run_group(options: RunOptions, early: CommandSignals, worker: Worker | None) -> int:
     backend, backend_options = event_loop(options.loop)
     try:
         with early.interrupting():
             group = load_group(options.target)
     except Interrupted as stop:
-        if link is None or not link.number:  # of its workers the supervisor speaks
+        if worker is None:  # of its workers the supervisor speaks
             say(f"{stop} before the start; nothing was running")
         return 0
-    _set_health_address(group, options, link)
+    _set_health_address(group, options, worker)
     seen: set[GroupState] = set()
-    group.dispatcher.subscribe(GroupStateChanged, partial(_on_state, group, link, seen))
-    if link is not None:
-        link.tell(stop_within=group.settings.stop_within, directories=loaded_directories())
+    group.dispatcher.subscribe(GroupStateChanged, partial(_on_state, group, seen))
+    if worker is not None:
+        worker.tell_longest_stop(group.settings.stop_within)
+        worker.tell_directories(loaded_directories())
         if options.max_messages_per_process is not None:
-            _tell_when_used_up(group, link, options.max_messages_per_process)
-        if link.number == 2:  # where there are several, and once for all of them
+            _tell_when_used_up(group, worker, options.max_messages_per_process)
+        if worker.number == 2:  # where there are several, and once for all of them
             _warn_of_own_mailboxes(group)
     try:
         report: ShutdownReport = anyio.run(
@@ -120,19 +120,19 @@ def _run_group(options: RunOptions, early: CommandSignals, link: ParentLink | No
         raise UserError(str(error), WRONG_USE if lasting else FAILED) from error
     finally:
         if group.report is not None and not options.log_json:  # else the last log line is the report
-            say(f"{_who(group, link)}{group.report}", keep="\n")
-    if link is not None:
-        link.tell(finished=report.reason not in {signum.name for signum in signal.Signals})
+            say(f"{_who(group, worker)}{group.report}", keep="\n")
+    if worker is not None and report.reason not in {signum.name for signum in signal.Signals}:
+        worker.tell_finished()
     return report.exit_status
 
 
-def _tell_when_used_up(group: LoopGroup, link: ParentLink, messages: int) -> None:
+def _tell_when_used_up(group: LoopGroup, worker: Worker, messages: int) -> None:
     """Tell the supervisor once this number of messages was handled."""
     left = itertools.count(messages - 1, -1)
 
     def count_handled(event: MessageFinished) -> None:
         if event.began and not next(left):
-            link.tell(used_up=True)
+            worker.tell_used_up()
 
     group.dispatcher.subscribe(MessageFinished, count_handled)
 
@@ -150,34 +150,30 @@ def _warn_of_own_mailboxes(group: LoopGroup) -> None:
         Logger("mainspring.group").warning(text, group.name, name)
 
 
-def _who(group: LoopGroup, link: ParentLink | None) -> str:
+def _who(group: LoopGroup, worker: Worker | None) -> str:
     """Return what a report begins with: the number of its worker process, and the name of its group, where there are such."""
-    names = [f"worker {link.number}"] if link is not None and link.number else []
+    names = [str(worker)] if worker is not None else []
     return ": ".join([*names, group.name, ""] if group.name != "mainspring" else [*names, ""])
 
 
-def _on_state(group: LoopGroup, link: ParentLink | None, seen: set[GroupState], event: GroupStateChanged) -> None:
-    """Note a state of the group. Once it runs, log where its health server is, and tell the parent."""
+def _on_state(group: LoopGroup, seen: set[GroupState], event: GroupStateChanged) -> None:
+    """Note a state of the group. Once it runs, log where its health server is."""
     seen.add(event.new)
-    if event.new is not GroupState.RUNNING:
-        return
-    if group.health_url is not None:
+    if event.new is GroupState.RUNNING and group.health_url is not None:
         Logger("mainspring.group").info("%s: health server at %s", group.name, group.health_url)
-    if link is not None:
-        link.tell(running=True)
 
 
-def _set_health_address(group: LoopGroup, options: RunOptions, link: ParentLink | None) -> None:
+def _set_health_address(group: LoopGroup, options: RunOptions, worker: Worker | None) -> None:
     """Prefer the command line's host and port to a supervisor's socket, and that to the group's own.
 
     Each worker of several takes its own port, counting up.
     """
     socket = os.environ.get("MAINSPRING_SOCKET")
-    if socket and link is None and options.health_port is None and options.health_host is None:
+    if socket and worker is None and options.health_port is None and options.health_host is None:
         group.settings = replace(group.settings, health_host=f"unix:{socket}", health_port=0)
         return
     port = group.settings.health_port if options.health_port is None else options.health_port
-    if port and link is not None:
-        port += max(0, link.number - 1)
+    if port and worker is not None:
+        port += worker.number - 1
     host = options.health_host or group.settings.health_host
     group.settings = replace(group.settings, health_host=host, health_port=port)

@@ -24,6 +24,7 @@ except ImportError as error:
 OPTIONS = (
     ("grpc.enable_http_proxy", 0),  # the service is here
     ("grpc.enable_retries", 0),
+    ("grpc.use_local_subchannel_pool", 1),  # a connection of its own: that of an earlier call may be breaking just now
 )
 
 

@@ -54,6 +54,7 @@ class Orchestrator:
         settings of the stop (other than the defaults) have a longer ``timeout`` has that.
     :param spawner: starts the processes. Entered by :meth:`run`.
     :param dispatcher: hears all events.
+    :param stay_up: True if it waits for requests when all services have ended.
     :raises ConfigError: a value cannot work; the services depend on unknown ones, on each other, or have one name.
     """
 
@@ -68,6 +69,7 @@ class Orchestrator:
         shutdown: ShutdownSettings | None = None,
         spawner: Spawner,
         dispatcher: Dispatcher | None = None,
+        stay_up: bool = False,
     ) -> None:
         self.name = name
         self.dispatcher = Dispatcher() if dispatcher is None else dispatcher
@@ -76,6 +78,7 @@ class Orchestrator:
         self._news = OrchestratorNews(None, self._stop_within)
         self._shutdown = ShutdownSettings() if shutdown is None else shutdown
         self._spawner = spawner
+        self._stay_up = stay_up
         self._entry: Entry | None = None
         self._ended: AnywhereEvent | None = None
         self._reason: str | None = None
@@ -110,8 +113,9 @@ class Orchestrator:
     async def run(self, *, install_signals: bool = True) -> OrchestratorReport:
         """Run until a signal, a request, or the end of all services. Return how it ended.
 
-        With ``install_signals`` it receives SIGTERM and SIGINT. A second one kills what is left, a third ends this process.
-        It also tells the service manager of this process of its life (``sd_notify``), and reaps orphans as process 1.
+        With ``install_signals`` it receives SIGTERM and SIGINT. A second one is passed on to all processes, which then have
+        ``force_kill_timeout``. A third kills all, and ends this process. It also tells the service manager of this process of
+        its life (``sd_notify``), and reaps orphans as process 1.
         Cancelled, it kills all processes.
 
         :raises ConfigError: it has run already, or the address of a listening socket cannot be used.
@@ -153,7 +157,7 @@ class Orchestrator:
         while self._reason is None:
             self._dirty = False
             self._follow_services()
-            if self._tree.finished and self._reason is None:
+            if self._tree.finished and self._reason is None and not self._stay_up:
                 self._finished = True
                 self._request("all services have ended", None)
             await self._tree.changes.wait_for(lambda: self._dirty or self._reason is not None)
@@ -191,7 +195,7 @@ class Orchestrator:
             if managed.ended:
                 continue
             at = self._began_stop + limits[managed.spec.name]
-            if managed not in self._killed and (at <= now or self._forced_by is not None):
+            if managed not in self._killed and at <= now:
                 self._killed[managed] = now
                 managed.replica.kill()
             if managed in self._killed:
@@ -275,6 +279,7 @@ class Orchestrator:
         if self._forced_by is None:
             self._forced_by = signum
             self._request(signal.Signals(signum).name, None)
+            self._tree.hurry()
             return
         for managed in self._tree.replicas():
             if not managed.ended:

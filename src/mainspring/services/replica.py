@@ -487,6 +487,7 @@ class Replica:
             resources=spec.resources,
             descriptors=self._listening if notify else (),
             notify=notify,
+            stop_timeout=spec.lifecycle.shutdown.drain_timeout,
         )
 
     # ---------------------------------------------------------------------------------------------------------- states

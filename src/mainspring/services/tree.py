@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING
 
 import anyio
@@ -60,6 +61,8 @@ class ServiceTree:
         self._spawner: Spawner
         self._scope: DaemonScope
         self._places: SocketPlaces
+        self._worn: deque[tuple[ManagedReplica, int, str]] = deque()
+        """The replicas whose process is to be replaced by a fresh one: which of their processes, and why."""
         self._batch: dict[ManagedReplica, bool] = {}
         """The replicas that go down to start again together, and whether each was told so."""
 
@@ -110,6 +113,7 @@ class ServiceTree:
             listening=[held.fileno() for held in self.sockets.of(service.spec)],
             before_start=lambda _: self._await_turn(service, managed),
             on_restart=lambda _: self._on_restart(service, managed),
+            on_worn=lambda replica, why: self._replace_worn(managed, replica.starts, why),
             changed=lambda _: self._on_replica_change(service, managed),
         )
         service.replicas[number] = managed
@@ -203,6 +207,25 @@ class ServiceTree:
     def _standing(self) -> tuple[int, int]:
         return sum(managed.may_run and not managed.ended for managed in self._batch), len(self._batch)
 
+    # --------------------------------------------------------------------------------------------- replacing worn processes
+
+    def _replace_worn(self, managed: ManagedReplica, start: int, why: str) -> None:
+        self._worn.append((managed, start, why))
+        if len(self._worn) == 1:
+            self._scope.start_soon(self._replace_in_turn, name="replacement of worn processes")
+
+    async def _replace_in_turn(self) -> None:
+        """Replace one worn process after the other: the rest work meanwhile."""
+        while self._worn and not self.closing:
+            managed, start, why = self._worn[0]
+            if not managed.ended and managed.replica.starts == start:
+                ready = managed.times_ready
+                managed.replica.request_restart(why)
+                await self.changes.wait_for(
+                    lambda managed=managed, ready=ready: self.closing or managed.ended or managed.times_ready > ready  # type: ignore[misc]
+                )
+            self._worn.popleft()
+
     # ------------------------------------------------------------------------------------------------------- stopping
 
     def stop_next(self, names: Iterable[str]) -> None:
@@ -221,6 +244,13 @@ class ServiceTree:
             if not managed.ended and not managed.stop_asked:
                 managed.stop_asked_at = anyio.current_time()
                 managed.replica.request_stop()
+
+    def hurry(self) -> None:
+        """Tell all replicas to stop soon, in no order."""
+        self.stop_replicas(self.replicas())
+        for managed in self.replicas():
+            if not managed.ended:
+                managed.replica.hurry()
 
     async def bring_down(self, names: Iterable[str]) -> None:
         """Stop these services in the reverse order of their start. Cancelled, it stops no further ones."""
