@@ -320,7 +320,7 @@ async def test_a_replica_calls_a_plain_probe_that_hangs_once(virtual_clock):
     calls, asked, answer = [], threading.Event(), threading.Event()
 
     def hangs():
-        calls.append(1)
+        calls.append(threading.current_thread())
         asked.set()
         answer.wait(60)
 
@@ -331,5 +331,6 @@ async def test_a_replica_calls_a_plain_probe_that_hangs_once(virtual_clock):
         assert play.replica.error == "no answer within 5 s"
         assert len(calls) == 1
         answer.set()
+        await anyio.to_thread.run_sync(calls[0].join, 60)  # or hours of virtual time could pass before it has returned
         await play.running()
         assert len(calls) == 2
