@@ -324,6 +324,20 @@ class ControlRefusedError(MainspringError):
     """A loop does not know this control message, or cannot do what it asks; it has changed nothing."""
 
 
+class ServiceNotFoundError(MainspringError):
+    """No service of that name is supervised here, or it has no replica of that number."""
+
+
+class ServiceNotRunningError(MainspringError):
+    """A service that was started, restarted or changed has not come to run. The message says which replica, and why.
+
+    A rolling restart stops there: the replicas that it had not come to run as before.
+    """
+
+    fault = "environment"
+    retryable = True
+
+
 class Retry(Exception):  # noqa: N818 - it is an instruction, not an error
     """Raised by a handler: nack the message, to try it again later.
 

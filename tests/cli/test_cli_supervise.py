@@ -262,7 +262,7 @@ def test_reload_starts_again_on_a_change_and_waits_where_the_source_is_broken(tm
         write(tmp_path, SERVICE + "\ndef broken(:\n")
         command.expect("app.py has changed; starting again")
         command.expect("app does not import: app.py:.*SyntaxError")
-        command.expect("exit status 2; waiting for a source file to change")
+        command.expect("exit status 2 before it was ready; waiting for a source file to change")
         write(tmp_path, SERVICE + "\n# mended\n")
         third = new_pid(command)
         assert third not in {first, second}

@@ -92,8 +92,13 @@ class ManagedService:
         self.spec = spec
         self.replicas: dict[int, ManagedReplica] = {}
         self.changes = ConditionVariable()
-        self.stopped = False
-        """True if it was told to stop, and not to start again."""
+        self.changing = False
+        """True while its replicas are replaced by those of another specification: none may be up meanwhile."""
+
+    @property
+    def stopped(self) -> bool:
+        """True if all its replicas were told to stop."""
+        return bool(self.replicas) and all(managed.stop_asked for managed in self.replicas.values())
 
     @property
     def up(self) -> bool:
@@ -115,7 +120,7 @@ class ManagedService:
     @property
     def escalates(self) -> bool:
         """True if it has failed, and the others cannot do without it."""
-        return self.failed and self.spec.core and self.spec.restart is not RestartType.TEMPORARY
+        return self.failed and not self.changing and self.spec.core and self.spec.restart is not RestartType.TEMPORARY
 
     @property
     def why_failed(self) -> str:

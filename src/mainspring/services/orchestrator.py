@@ -21,6 +21,7 @@ from mainspring.runtime.service_manager import without_manager
 from mainspring.runtime.signals import ShutdownCoordinator
 from mainspring.services.listening import SocketPlaces
 from mainspring.services.notify import OrchestratorNews, own_process
+from mainspring.services.operations import Operations
 from mainspring.services.order import next_state
 from mainspring.services.report import OrchestratorReport, report_of
 from mainspring.services.restarts import Intensity
@@ -102,6 +103,8 @@ class Orchestrator:
             changed=self._note_change,
             escalate=self._escalate,
         )
+
+        self._operations = Operations(name, self._tree)
 
     @property
     def state(self) -> OrchestratorState:
@@ -248,6 +251,52 @@ class Orchestrator:
             return True
         await self._ended.wait()
         return self.report is not None and self.report.clean
+
+    # ----------------------------------------------------------------------------------------------------- operations
+
+    async def start(self, service: str, replica: int | None = None) -> None:
+        """Start a service that was stopped, has ended or was given up, or one replica of it. Return when it runs.
+
+        What it depends on is started too. What runs is left alone. Cancelled, it stops waiting, and the start goes on.
+
+        :raises ServiceNotFoundError: there is no such service or replica.
+        :raises ServiceNotRunningError: it does not come to run.
+        :raises ControlRefusedError: the orchestrator is not running. So it is with the others.
+        """
+        await self._operations.start(service, replica)
+
+    async def stop(self, service: str, replica: int | None = None) -> None:
+        """Stop a service, after all that depend on it; or one replica of it. Return when it has ended.
+
+        It stays down until :meth:`start` or :meth:`restart`. Cancelled, it stops waiting, and nothing more is stopped.
+
+        :raises ServiceNotFoundError: there is no such service or replica.
+        """
+        await self._operations.stop(service, replica)
+
+    async def restart(self, service: str, replica: int | None = None) -> None:
+        """Restart the replicas of a service one after the other, each when the one before runs again; or one of them.
+
+        What has ended is started. What depends on the service runs on. Cancelled, it restarts no further replicas.
+
+        :raises ServiceNotFoundError: there is no such service or replica.
+        :raises ServiceNotRunningError: a replica does not come to run again. The next ones are left as they are.
+        """
+        await self._operations.restart(service, replica)
+
+    async def reload(self, services: Sequence[ServiceSpec]) -> None:
+        """Run these services from now on. Return when all that has changed runs.
+
+        Services that are no longer named are stopped, new ones are started, and those that have changed are restarted, one
+        replica after the other. A change of ``replicas`` or ``depends_on`` alone restarts nothing.
+
+        :raises ConfigError: these services cannot work. Nothing has changed then.
+        :raises ServiceNotRunningError: a replica does not come to run as it is to be now. The replicas and services after it
+            still run as before; :meth:`reload` takes up the rest.
+        """
+        await self._operations.change(_checked(services))
+
+    # -------------------------------------------------------------------------------------------------------- requests
 
     def _call(self, fn: partial[None]) -> None:
         if self._entry is None:

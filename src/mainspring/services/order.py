@@ -52,8 +52,15 @@ class Order:
         return self._reached(names, self._dependents)
 
     def may_stop(self, up: AbstractSet[str]) -> list[str]:
-        """Return those of the services that are up on which no other of them depends, the last started first."""
-        return [name for name in reversed(self.names) if name in up and up.isdisjoint(self._dependents[name])]
+        """Return those of the services that are up on which no other of them depends, directly or not.
+
+        The last started comes first.
+        """
+        needed: set[str] = set()
+        for name in reversed(self.names):
+            if any(other in up or other in needed for other in self._dependents[name]):
+                needed.add(name)
+        return [name for name in reversed(self.names) if name in up and name not in needed]
 
     def restarted_with(self, name: str, strategy: Strategy) -> tuple[str, ...]:
         """Return the other services that go down and come up again with this one, in the order of the start."""

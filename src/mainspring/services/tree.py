@@ -48,6 +48,8 @@ class ServiceTree:
         self.services = {spec.name: ManagedService(spec) for spec in specs}
         self.sockets = ListeningSockets()
         self.changes = ConditionVariable()
+        self.opened = False
+        """True once the services have been started."""
         self.closing = False
         """True once nothing is to be started any more."""
         self.statuses: list[int] = []
@@ -90,12 +92,12 @@ class ServiceTree:
         """
         self._spawner, self._scope, self._places = spawner, scope, places
         self.sockets.open(self.specs)
+        self.opened = True
         for name in self.order.names:
             self.start(self.services[name])
 
     def start(self, service: ManagedService) -> None:
         """Start the replicas of a service that are not up; one that was stopped is a new one."""
-        service.stopped = False
         for number in range(1, service.spec.replicas + 1):
             if number not in service.replicas or service.replicas[number].ended:
                 self.start_replica(service, number)
@@ -139,6 +141,8 @@ class ServiceTree:
         self._notify(service)
         while not self.closing:
             await self.changes.wait_for(lambda: managed not in self._batch)
+            if self.closing:
+                break
             waits_for = None
             for name in self.order.depends_on(service.spec.name):
                 needed = self.services[name]
@@ -289,4 +293,4 @@ class ServiceTree:
     @property
     def finished(self) -> bool:
         """True if all replicas have ended, and none because it was told to."""
-        return not self.up and not any(service.stopped for service in self.services.values())
+        return not self.up and not any(managed.stop_asked for managed in self.replicas())
