@@ -15,7 +15,7 @@ from cli_helpers import Command, alive, only_line, run, started, wait_until, wai
 
 from mainspring.cli.run import RunOptions
 from mainspring.cli.supervise import Supervisor
-from mainspring.cli.worker import NUMBER
+from mainspring.cli.worker_process import NUMBER
 from mainspring.policies import RestartPolicy
 from ports import neighbours
 

@@ -17,7 +17,7 @@ from mainspring.cli.early_signals import CommandSignals, Interrupted
 from mainspring.cli.sources import loaded_directories
 from mainspring.cli.target import load_group
 from mainspring.cli.user_errors import FAILED, WRONG_USE, UserError, say
-from mainspring.cli.worker import Worker
+from mainspring.cli.worker_process import WorkerProcess
 from mainspring.core.loggers import Logger
 from mainspring.core.state_machine import GroupState
 from mainspring.errors import MainspringError
@@ -61,7 +61,7 @@ class RunOptions:
 def run_target(options: RunOptions) -> int:
     """Run until the end. Return the exit status of the process."""
     early = CommandSignals.install()
-    worker = Worker.from_environment()
+    worker = WorkerProcess.from_environment()
     tag = str(worker) if worker is not None else ""
     # Before the user's module, which may have other wishes.
     logs.configure(options.log_level, json=options.log_json, tag=tag)
@@ -89,7 +89,7 @@ def event_loop(name: str) -> tuple[str, dict[str, Any]]:
     return ("trio", {}) if name == "trio" else ("asyncio", {"use_uvloop": name == "uvloop"})
 
 
-def _run_group(options: RunOptions, early: CommandSignals, worker: Worker | None) -> int:
+def _run_group(options: RunOptions, early: CommandSignals, worker: WorkerProcess | None) -> int:
     backend, backend_options = event_loop(options.loop)
     try:
         with early.interrupting():
@@ -126,7 +126,7 @@ def _run_group(options: RunOptions, early: CommandSignals, worker: Worker | None
     return report.exit_status
 
 
-def _tell_when_used_up(group: LoopGroup, worker: Worker, messages: int) -> None:
+def _tell_when_used_up(group: LoopGroup, worker: WorkerProcess, messages: int) -> None:
     """Tell the supervisor once this number of messages was handled."""
     left = itertools.count(messages - 1, -1)
 
@@ -150,7 +150,7 @@ def _warn_of_own_mailboxes(group: LoopGroup) -> None:
         Logger("mainspring.group").warning(text, group.name, name)
 
 
-def _who(group: LoopGroup, worker: Worker | None) -> str:
+def _who(group: LoopGroup, worker: WorkerProcess | None) -> str:
     """Return what a report begins with: the number of its worker process, and the name of its group, where there are such."""
     names = [str(worker)] if worker is not None else []
     return ": ".join([*names, group.name, ""] if group.name != "mainspring" else [*names, ""])
@@ -163,7 +163,7 @@ def _on_state(group: LoopGroup, seen: set[GroupState], event: GroupStateChanged)
         Logger("mainspring.group").info("%s: health server at %s", group.name, group.health_url)
 
 
-def _set_health_address(group: LoopGroup, options: RunOptions, worker: Worker | None) -> None:
+def _set_health_address(group: LoopGroup, options: RunOptions, worker: WorkerProcess | None) -> None:
     """Prefer the command line's host and port to a supervisor's socket, and that to the group's own.
 
     Each worker of several takes its own port, counting up.

@@ -12,7 +12,7 @@ import anyio
 
 from mainspring.cli.sources import SourceWatch
 from mainspring.cli.user_errors import WRONG_USE, say
-from mainspring.cli.worker import MARGIN, NUMBER, PROBLEM, directories_in
+from mainspring.cli.worker_process import MARGIN, NUMBER, PROBLEM, directories_in
 from mainspring.errors import ServiceNotRunningError
 from mainspring.events import (
     ServiceGivenUp,

@@ -25,7 +25,7 @@ PROBLEM = "X_MAINSPRING_PROBLEM"
 DIRECTORIES = "X_MAINSPRING_DIRECTORIES"
 
 
-class Worker:
+class WorkerProcess:
     """This process as one worker of several. Telling is best effort: a supervisor that is gone needs to hear nothing."""
 
     def __init__(self, number: int, manager: ServiceManager) -> None:
@@ -33,7 +33,7 @@ class Worker:
         self._manager = manager
 
     @classmethod
-    def from_environment(cls) -> Worker | None:
+    def from_environment(cls) -> WorkerProcess | None:
         """Return which worker this process is; None if it was started by hand. What it starts is no worker."""
         text = os.environ.pop(NUMBER, "")
         manager = service_manager() if text.isascii() and text.isdigit() else None
