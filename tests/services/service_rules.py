@@ -97,6 +97,8 @@ def problems_of(run: Run) -> list[str]:
         _the_stop_ends,
         _nothing_starts_after_the_stop,
         _a_kill_comes_after_the_drain_timeout_and_then_it_comes,
+        _what_is_late_at_the_stop_of_all_is_killed,
+        _core_services_that_fail_end_the_whole,
         _dependencies_come_first,
         _dependents_stop_first,
         _running_is_ready,
@@ -120,10 +122,11 @@ def _never_two_of_a_replica(facts: Facts) -> Iterator[str]:
 
 
 def _nothing_is_left(facts: Facts) -> Iterator[str]:
+    known = {event.pid for _, event in facts.events if isinstance(event, ServiceProcessStarted)}
     for record in facts.run.records:
         if record.ended_at is None:
             yield f"{record} is left"
-        elif record.abandoned and not facts.cancelled:
+        elif record.abandoned and (not facts.cancelled or record.pid in known):
             yield f"{record} ran when the spawner was left"
     if facts.run.left_at_end:
         yield f"{facts.run.left_at_end} processes ran when the run had returned"
@@ -170,6 +173,32 @@ def _a_kill_comes_after_the_drain_timeout_and_then_it_comes(facts: Facts) -> Ite
             yield f"{family[0]}: killed at {killed:g}, told at {told:g}, may drain for {earliest:g} s"
         if _ended(family) > told + latest + facts.latency and killed > told + latest + facts.latency:
             yield f"{family[0]}: told at {told:g}, may drain for {latest:g} s, and was killed at {killed:g}"
+
+
+def _what_is_late_at_the_stop_of_all_is_killed(facts: Facts) -> Iterator[str]:
+    is_own = facts.run.asked_at == facts.stop_at and facts.case.end == "shutdown"
+    longest = max(spec.lifecycle.shutdown.timeout for spec in facts.specs.values())
+    if facts.cancelled or (longest > facts.case.shutdown.timeout and not is_own):
+        return  # a service with a longer time of its own keeps it
+    due = facts.stop_at + _cap(facts) + facts.latency
+    for _, family in facts.mains():
+        killed = min((record.killed_at for record in family if record.killed_at is not None), default=math.inf)
+        if _ended(family) > due and killed > due:
+            yield f"{family[0]} was not killed by {due:g}"
+
+
+def _core_services_that_fail_end_the_whole(facts: Facts) -> Iterator[str]:
+    given_up: set[str] = set()
+    down: set[Replica] = set()
+    for at, event in facts.events:
+        if isinstance(event, ServiceGivenUp):
+            given_up.add(event.service)
+        elif isinstance(event, ServiceStateChanged) and event.new is ServiceState.STOPPED:
+            down.add((event.service, event.replica))
+            spec = facts.specs[event.service]
+            is_core = spec.core and spec.restart is not RestartType.TEMPORARY and spec.name in given_up
+            if is_core and {(spec.name, n) for n in range(1, spec.replicas + 1)} <= down and facts.stop_at > at + SLACK:
+                yield f"core service {spec.name} was given up at {at:g}, and the others ran on"
 
 
 def _cap(facts: Facts) -> float:
@@ -349,8 +378,3 @@ def _it_settles(facts: Facts) -> Iterator[str]:
     for name, state in facts.run.standing.items():
         if state not in (ServiceState.RUNNING, ServiceState.STOPPED):
             yield f"{name} is {state} after calm since {facts.case.calm_at:g}"
-    for _, event in facts.events:
-        if isinstance(event, ServiceGivenUp) and event.core and facts.run.asked_at is not None:
-            spec = facts.specs[event.service]
-            if all(facts.run.standing[f"{spec.name}.{n}"] == "stopped" for n in range(1, spec.replicas + 1)):
-                yield f"core service {event.service} was given up, and the orchestrator ran on"
