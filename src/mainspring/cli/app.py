@@ -467,7 +467,12 @@ def migrate(
 
 @app.command(epilog="Example: `mainspring check app:group --grace 45 --longest 300`")
 def check(
-    target: _Target,
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODULE:ATTR|FILE", help="A LoopGroup, a function that returns one, or a YAML file of services."
+        ),
+    ],
     grace: Annotated[
         float | None,
         typer.Option(
@@ -488,10 +493,18 @@ def check(
     ] = None,
     as_json: _Json = False,
 ) -> int:
-    """Check that the timeouts of a group fit together, and into the orchestrator's kill time.
+    """Check that the timeouts of a group, or of the services of a file, fit together, and into the orchestrator's kill time.
 
     The exit status is 1 where a rule does not hold; the table says which value would pass.
     """
+    from mainspring.cli.service_file import is_service_file
+
+    if is_service_file(target):
+        if longest is not None or beat_gap is not None:
+            raise UserError("--longest and --beat-gap are for a group; of a file of services only --grace is judged")
+        from mainspring.cli.check_services import check_service_file
+
+        return check_service_file(target, grace=grace, as_json=as_json)
     from mainspring.cli.check import check_target
 
     return check_target(target, grace=grace, longest=longest, beat_gap=beat_gap, as_json=as_json)
