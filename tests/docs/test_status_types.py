@@ -11,7 +11,8 @@ from test_doc_reference import found_at, named_in_the_reference
 import mainspring
 
 LIVE = {
-    "Backend", "BackendUnderTest", "Behaviour", "Dispatcher", "Report", "Schedule", "Simulation", "SimulationReport",
+    "Backend", "BackendUnderTest", "Behaviour", "Dispatcher", "ProcessRecord", "Report", "Schedule", "Simulation",
+    "SimulationReport",
 }  # fmt: skip
 """Objects of a program that hold functions, tasks or exceptions: no API returns them."""
 

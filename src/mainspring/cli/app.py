@@ -465,6 +465,27 @@ def migrate(
     return migrate_store(url, dry_run=dry_run, as_json=as_json)
 
 
+@app.command(epilog="Example: `mainspring up services.yaml`")
+def up(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A YAML file of services.")],
+    validate: Annotated[bool, typer.Option("--validate", help="Check the file, and start nothing.")] = False,
+    loop: Annotated[Loop, typer.Option(help="The event loop; auto is uvloop where it is installed.")] = Loop.AUTO,
+    log_level: Annotated[
+        str, typer.Option(envvar="MAINSPRING_LOG_LEVEL", help="DEBUG, INFO, WARNING, ERROR or CRITICAL.")
+    ] = "INFO",
+    log_json: Annotated[bool, typer.Option("--log-json", help="Log JSON lines, the output of services too.")] = False,
+) -> int:
+    """Run supervised services until a signal, or until all have ended.
+
+    SIGTERM and Ctrl-C stop them in the reverse order of their start. A second one is passed on to all of them, a third kills
+    them. SIGHUP reads the file again: only what has changed restarts. The exit status is 0 after a clean stop, 70 where a
+    process had to be killed, 128+n where signal n forced it, 1 where a core service could not be kept running.
+    """
+    from mainspring.cli.up import UpOptions, up_file
+
+    return up_file(UpOptions(file, validate, loop.value, log_level, log_json))
+
+
 @app.command(epilog="Example: `mainspring check app:group --grace 45 --longest 300`")
 def check(
     target: Annotated[

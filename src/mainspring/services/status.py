@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
 import anyio
 
 from mainspring.core.clock import utc_now
-from mainspring.core.state_machine import ServiceState
+from mainspring.core.state_machine import OrchestratorState, ServiceState
 from mainspring.services.managed_service import WORKING
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
-    from datetime import datetime
 
-    from mainspring.core.state_machine import OrchestratorState, StateMachine
+    from mainspring.core.state_machine import StateMachine
     from mainspring.services.managed_service import ManagedReplica, ManagedService
 
 

@@ -372,8 +372,10 @@ class _JsonFormatter(logging.Formatter):
         return jsonlib.dumps(line, ensure_ascii=self._ascii_only)
 
 
-def configure(level: str = "INFO", json: bool = False, *, tag: str = "") -> None:
+def configure(level: str = "INFO", json: bool = False, *, tag: str = "", stream: Any = None) -> None:
     """Print the records of the ``mainspring`` loggers from ``level`` up on standard error, as text or as JSON lines.
+
+    ``stream``: write them there instead.
 
     As text it leaves out the report of a group that has stopped, which the command prints in lines of its own.
     ``tag`` stands in each line of text, where several processes write to one place; JSON lines hold the process id.
@@ -387,11 +389,12 @@ def configure(level: str = "INFO", json: bool = False, *, tag: str = "") -> None
     logger = logging.getLogger("mainspring")
     for old in [handler for handler in logger.handlers if isinstance(handler, _OwnHandler)]:
         logger.removeHandler(old)
-    handler = _OwnHandler(sys.stderr)
+    out: Any = sys.stderr if stream is None else stream
+    handler = _OwnHandler(out)
     text = _TextFormatter(f"%(asctime)s %(levelname)-8s {tag.replace('%', '%%')}{' ' * bool(tag)}%(name)s: %(message)s")
     if not json:
         handler.addFilter(lambda record: not isinstance(getattr(record, "event", None), events.GroupStopped))
-    handler.setFormatter(_JsonFormatter(getattr(sys.stderr, "encoding", None) or "utf-8") if json else text)
+    handler.setFormatter(_JsonFormatter(getattr(out, "encoding", None) or "utf-8") if json else text)
     logger.addHandler(handler)
     logger.setLevel(name)
     logger.propagate = False  # a handler on the root logger would print each line a second time
