@@ -20,7 +20,7 @@ KEPT_BYTES = 16 << 20
 _BATCH = 1 << 16
 
 
-class _Waiting(NamedTuple):
+class _QueuedLine(NamedTuple):
     descriptor: int
     data: bytes
 
@@ -32,7 +32,7 @@ class LineWriter:
         self.dropped = 0
         """How many lines were not written, as there was no room, or as writing failed."""
         self._kept_bytes = kept_bytes
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting: deque[_QueuedLine] = deque()
         self._bytes = 0
         self._untold = 0
         self._news = threading.Condition()
@@ -49,7 +49,7 @@ class LineWriter:
                 self._drop(1)
                 return
             self._bytes += len(data)
-            self._waiting.append(_Waiting(descriptor, data))
+            self._waiting.append(_QueuedLine(descriptor, data))
             if len(self._waiting) == 1:
                 self._news.notify_all()
 
@@ -85,16 +85,16 @@ class LineWriter:
                 return
             self._write_batch(batch)
 
-    def _take(self) -> list[_Waiting]:
+    def _take(self) -> list[_QueuedLine]:
         """Take the lines at the front that go to one place."""
-        batch: list[_Waiting] = []
+        batch: list[_QueuedLine] = []
         size = 0
         while self._waiting and size < _BATCH and (not batch or self._waiting[0].descriptor == batch[0].descriptor):
             batch.append(self._waiting.popleft())
             size += len(batch[-1].data)
         return batch
 
-    def _write_batch(self, batch: list[_Waiting]) -> None:
+    def _write_batch(self, batch: list[_QueuedLine]) -> None:
         data = b"".join(each.data for each in batch)
         written = self._write(batch[0].descriptor, data)
         with self._news:
