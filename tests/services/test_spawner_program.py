@@ -57,7 +57,7 @@ def test_a_process_that_was_seen_below_a_service_belongs_to_it_when_it_has_lost_
     belongings = Belongings()
     belongings.sort([*two], [process(1, 0, 1, 100), process(10, 1, 10, 300), process(12, 10, 10, 300)])
     two[0].reaped = True
-    belongings.sort([*two], [process(2, 0, 2, 200), process(12, 0, 10, 300), process(13, 0, 10, 301)])
+    belongings.sort([*two], [process(2, 0, 2, 200), process(12, 0, 99, 300), process(13, 0, 10, 301)])
     assert [members(each) for each in two] == [[12, 13], [2]]
 
 

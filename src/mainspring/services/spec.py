@@ -131,7 +131,8 @@ class Lifecycle:
 class Resources:
     """Limits of a service's processes, set before its program starts. None: as the supervisor has it.
 
-    ``memory`` (bytes) and ``processes`` are limits of the whole replica where cgroups can be written, else of each process.
+    ``memory`` (bytes) and ``processes`` are limits of the whole replica where cgroups (version 2) can be written. Elsewhere
+    ``memory`` is that of each process (RLIMIT_DATA), and ``processes`` counts all of the same user and does not hold root.
     ``cpu_seconds`` is processor time of each process, ``open_files`` of each. ``niceness``: from -20 (first) to 19 (last).
     """
 
