@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
+import shutil
 import socket
+import ssl
+import subprocess
 import threading
 from contextlib import asynccontextmanager
 
 import anyio
 import pytest
+from anyio.streams.tls import TLSListener
 from replica_play import playing
 
 from mainspring import ConfigError
@@ -172,6 +176,42 @@ async def test_a_cancelled_probe_leaves_no_connection():
             tasks.cancel_scope.cancel()
         with anyio.fail_after(10):
             await closed.wait()
+
+
+@pytest.fixture(scope="module")
+def own_certificate(tmp_path_factory):
+    """The TLS context of a server whose certificate only it vouches for."""
+    if shutil.which("openssl") is None:
+        pytest.skip("there is no openssl to make a certificate with")
+    home = tmp_path_factory.mktemp("tls")
+    cert, key = home / "cert.pem", home / "key.pem"
+    new = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+        "-days",
+        "2",
+    ]
+    made = [*new, "-subj", "/CN=elsewhere", "-keyout", str(key), "-out", str(cert)]
+    subprocess.run(made, check=True, capture_output=True)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(cert, key)
+    return context
+
+
+@pytest.mark.every_loop
+async def test_https_does_not_check_the_certificate(own_certificate):
+    server = Server(status_line(503))
+    plain = await anyio.create_tcp_listener(local_host="127.0.0.1")
+    port = plain.extra(anyio.abc.SocketAttribute.local_port)
+    async with serving(TLSListener(plain, own_certificate, standard_compatible=False), server.serve):
+        assert await ask(HttpProbe(f"https://127.0.0.1:{port}/health")) == "it answered with status 503"
+    assert server.requests[0].startswith(b"GET /health HTTP/1.1\r\n")
 
 
 # -------------------------------------------------------------------------------------------------------------------- tcp
