@@ -83,7 +83,7 @@ class Facts:
             and (
                 isinstance(event, ServiceStartFailed)
                 or (isinstance(event, ServiceStateChanged) and event.new is ServiceState.RESTARTING)
-                or (isinstance(event, ServiceProcessEnded) and not event.told)
+                or (isinstance(event, ServiceProcessEnded) and (not event.told or "its probe failed" in event.ending))
             )
         }
 
@@ -96,6 +96,8 @@ def problems_of(run: Run) -> list[str]:
         _nothing_is_left,
         _the_stop_ends,
         _nothing_starts_after_the_stop,
+        _what_was_stopped_stays_down,
+        _every_order_ends,
         _a_kill_comes_after_the_drain_timeout_and_then_it_comes,
         _what_is_late_at_the_stop_of_all_is_killed,
         _core_services_that_fail_end_the_whole,
@@ -156,6 +158,25 @@ def _nothing_starts_after_the_stop(facts: Facts) -> Iterator[str]:
             yield f"{family[0]} though the stop was asked for at {facts.stop_at:g}"
 
 
+def _what_was_stopped_stays_down(facts: Facts) -> Iterator[str]:
+    operations = facts.run.operations
+    for stop in operations:
+        if stop.kind != "stop" or stop.ended_at is None or stop.error is not None:
+            continue
+        others = [each for each in operations if each is not stop and each.kind != "stop"]
+        if any(each.began_at <= stop.ended_at and (each.ended_at or math.inf) >= stop.began_at for each in others):
+            continue  # orders that cross each other
+        until = min((each.began_at for each in others if each.began_at > stop.ended_at), default=math.inf)
+        for spec, family in facts.mains():
+            is_it = spec.name == stop.service and stop.replica in (None, family[0].launch.replica)
+            if is_it and _ended(family) > stop.ended_at and family[0].started_at < until:
+                yield f"{family[0]} though {stop} was done"
+
+
+def _every_order_ends(facts: Facts) -> Iterator[str]:
+    yield from (f"{each} has not ended" for each in facts.run.operations if each.ended_at is None)
+
+
 def _a_kill_comes_after_the_drain_timeout_and_then_it_comes(facts: Facts) -> Iterator[str]:
     for spec, family in facts.mains():
         shutdown = spec.lifecycle.shutdown
@@ -188,16 +209,26 @@ def _what_is_late_at_the_stop_of_all_is_killed(facts: Facts) -> Iterator[str]:
 
 
 def _core_services_that_fail_end_the_whole(facts: Facts) -> Iterator[str]:
-    given_up: set[str] = set()
+    given_up: set[Replica] = set()
     down: set[Replica] = set()
     for at, event in facts.events:
         if isinstance(event, ServiceGivenUp):
-            given_up.add(event.service)
-        elif isinstance(event, ServiceStateChanged) and event.new is ServiceState.STOPPED:
+            given_up.add((event.service, event.replica))
+        elif isinstance(event, ServiceStateChanged):
+            if event.new is not ServiceState.STOPPED:
+                down.discard((event.service, event.replica))
+                if event.new is not ServiceState.STOPPING:
+                    given_up.discard((event.service, event.replica))
+                continue
             down.add((event.service, event.replica))
             spec = facts.specs[event.service]
-            is_core = spec.core and spec.restart is not RestartType.TEMPORARY and spec.name in given_up
-            if is_core and {(spec.name, n) for n in range(1, spec.replicas + 1)} <= down and facts.stop_at > at + SLACK:
+            replicas = {(spec.name, number) for number in range(1, spec.replicas + 1)}
+            is_core = spec.core and spec.restart is not RestartType.TEMPORARY
+            if any(
+                each.kind == "reload" and each.began_at <= at <= (each.ended_at or at) for each in facts.run.operations
+            ):
+                continue  # it is about to be started anew
+            if is_core and replicas & given_up and replicas <= down and facts.stop_at > at + SLACK:
                 yield f"core service {spec.name} was given up at {at:g}, and the others ran on"
 
 
@@ -338,8 +369,8 @@ def _restarts_are_counted(facts: Facts) -> Iterator[str]:
 
 
 def _restarts_are_delayed(facts: Facts) -> Iterator[str]:
-    if facts.case.strategy is not Strategy.ONE_FOR_ONE:
-        return  # a restart with others comes at once
+    if facts.case.strategy is not Strategy.ONE_FOR_ONE or facts.run.operations:
+        return  # a restart with others, or one that was asked for, comes at once
     due: dict[Replica, float] = {}
     for at, event in facts.events:
         if isinstance(event, ServiceProcessEnded | ServiceStartFailed) and event.restart_in is not None:

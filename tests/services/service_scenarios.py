@@ -50,6 +50,8 @@ class Scenario:
     end: str
     """``request``, ``shutdown`` (with a timeout of its own) or ``cancel``."""
     latency: float
+    is_operated: bool
+    """True if an operator starts, stops, restarts and reloads services meanwhile."""
     passed: dict[str, list[float]] = field(default_factory=dict)
     """When the probe of a service has passed."""
 
@@ -166,6 +168,7 @@ def scenario(seed: int) -> Scenario:
         calm_at if in_trouble else calm_at + CALM_FOR,
         rng.choice(["request", "request", "request", "shutdown", "cancel"]),
         rng.choice([0.0, 0.02]),
+        rng.random() < 0.5,
     )
     count = rng.randint(1, len(NAMES))
     for index, name in enumerate(NAMES[:count]):

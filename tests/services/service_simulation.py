@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from random import Random
 from typing import TYPE_CHECKING
 
 import anyio
@@ -15,6 +16,7 @@ from service_rules import problems_of
 from service_scenarios import Scenario, scenario
 
 from mainspring import Dispatcher
+from mainspring.errors import MainspringError
 from mainspring.events import Event, ServiceOutput
 from mainspring.runtime.scope import lone_error
 from mainspring.services.orchestrator import Orchestrator
@@ -22,6 +24,22 @@ from mainspring.testing import ProcessRecord, SimulatedSpawner, run_virtual
 
 if TYPE_CHECKING:
     from mainspring.core.state_machine import OrchestratorState
+
+
+OPERATION_TIMEOUT = 300.0
+"""Seconds in which each order of an operator must have ended: longer than any number of tries and delays."""
+
+
+@dataclass
+class Operation:
+    """An order of the operator. ``ended_at``: None if it has never ended."""
+
+    kind: str
+    service: str
+    replica: int | None
+    began_at: float
+    ended_at: float | None = None
+    error: str | None = None
 
 
 @dataclass
@@ -38,6 +56,7 @@ class Run:
     """The states of all replicas when calm has lasted, by name and number."""
     state: OrchestratorState | None = None
     failure: str | None = None
+    operations: list[Operation] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -88,12 +107,49 @@ async def _main(run: Run) -> None:
         async with anyio.create_task_group() as tasks:
             scope = anyio.CancelScope()
             tasks.start_soon(run_it, scope)
+            if case.is_operated:
+                tasks.start_soon(_operate, run, orchestrator, ended)
             with anyio.move_on_after(case.end_at):
                 await ended.wait()
             if not ended.is_set():
                 await _end(run, orchestrator, scope)
             await ended.wait()
             await anyio.sleep(5)  # nothing may happen any more
+
+
+async def _operate(run: Run, orchestrator: Orchestrator, ended: anyio.Event) -> None:
+    """Give orders at random until calm begins, several at the same time now and then."""
+    case, rng = run.scenario, Random(f"operator {run.scenario.seed}")
+    until = min(case.calm_at, case.end_at)
+    async with anyio.create_task_group() as tasks:
+        while anyio.current_time() < until and not ended.is_set():
+            await anyio.sleep(rng.expovariate(1 / 5))
+            spec = rng.choice(case.specs)
+            replica = rng.choice([None, None, rng.randint(1, spec.replicas)])
+            kind = rng.choice(["restart", "restart", "stop", "start", "start", "reload"])
+            operation = Operation(kind, spec.name, None if kind == "reload" else replica, anyio.current_time())
+            run.operations.append(operation)
+            tasks.start_soon(_give, run, orchestrator, operation)
+
+
+async def _give(run: Run, orchestrator: Orchestrator, operation: Operation) -> None:
+    with anyio.move_on_after(OPERATION_TIMEOUT) as scope:
+        try:
+            if operation.kind == "reload":
+                await orchestrator.reload(
+                    [
+                        replace(spec, environment={"CHANGED": str(operation.began_at)})
+                        if spec.name == operation.service
+                        else spec
+                        for spec in run.scenario.specs
+                    ]
+                )
+            else:
+                await getattr(orchestrator, operation.kind)(operation.service, operation.replica)
+        except MainspringError as error:
+            operation.error = str(error)
+    if not scope.cancelled_caught:
+        operation.ended_at = anyio.current_time()
 
 
 async def _end(run: Run, orchestrator: Orchestrator, scope: anyio.CancelScope) -> None:
@@ -121,7 +177,7 @@ def main() -> int:
         shown = [
             line for line, (_, event) in zip(run.log, run.events, strict=False) if not isinstance(event, ServiceOutput)
         ]
-        sys.stdout.write("\n".join([*shown, *map(str, run.records), *run.problems]) + "\n")
+        sys.stdout.write("\n".join([*shown, *map(str, run.records), *map(str, run.operations), *run.problems]) + "\n")
         return bool(run.problems)
     failed = processes = 0
     for seed in range(arguments.first, arguments.first + arguments.seeds):

@@ -51,8 +51,8 @@ class ManagedReplica:
 
     @property
     def ended(self) -> bool:
-        """True if it stays down."""
-        return self.ending is not None
+        """True if it stays down, or was cancelled; it has no ending then."""
+        return self.ended_at is not None
 
     @property
     def stop_asked(self) -> bool:

@@ -113,6 +113,7 @@ class Operations:
     def _start_if_down(self, service: ManagedService, number: int) -> bool:
         if number in service.replicas and not service.replicas[number].ended:
             return False
+        self._check_running()
         self._tree.start_replica(service, number)
         return True
 

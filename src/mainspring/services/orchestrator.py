@@ -141,7 +141,10 @@ class Orchestrator:
                 stack.callback(self._tree.sockets.keep_only, ())
                 spawner = await stack.enter_async_context(self._spawner)
                 async with DaemonScope(f"services of {self.name}", timeout=0.0) as scope:
-                    await self._run_services(spawner, scope, places)
+                    try:
+                        await self._run_services(spawner, scope, places)
+                    finally:
+                        self._tree.close()
                     scope.cancel()  # what does not even end when killed
                 self._conclude()
         finally:

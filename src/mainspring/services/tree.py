@@ -96,6 +96,11 @@ class ServiceTree:
         for name in self.order.names:
             self.start(self.services[name])
 
+    def close(self) -> None:
+        """Start nothing any more, and end the waits for it."""
+        self.closing = True
+        self.changes.notify_all()
+
     def start(self, service: ManagedService) -> None:
         """Start the replicas of a service that are not up; one that was stopped is a new one."""
         for number in range(1, service.spec.replicas + 1):
@@ -123,12 +128,14 @@ class ServiceTree:
         return managed
 
     async def _run(self, service: ManagedService, managed: ManagedReplica) -> None:
-        managed.ending = await managed.replica.run()
-        managed.may_run, managed.ended_at = False, anyio.current_time()
-        self._batch.pop(managed, None)
+        try:
+            managed.ending = await managed.replica.run()
+        finally:  # if it was cancelled, too: an order may wait for its end
+            managed.may_run, managed.ended_at = False, anyio.current_time()
+            self._batch.pop(managed, None)
+            self._notify(service)
         if not managed.stop_asked:
             self.statuses.append(managed.ending.status)
-        self._notify(service)
         if service.escalates:
             self._escalate(f"service {service.spec.name!r} was given up: {service.why_failed}")
 
