@@ -53,12 +53,14 @@ lint: $(VENV)/editable
 
 # Ten thousand times five minutes of a fleet in five hours' trouble; SEEDS says how many. In so much of it no handler just works:
 # a tenth as many runs are of a busy fleet in less, and as many of a fleet that claims ahead, as its messages take milliseconds.
+# As many more are of supervised services.
 SEEDS ?= 10000
 simulate: $(VENV)/editable
 	PYTHONPATH=scripts $(BIN)/mainspring simulate simulated_group:build --seeds $(SEEDS) --jobs $(JOBS) --duration 5m --times 60
 	PYTHONPATH=scripts $(BIN)/mainspring simulate simulated_group:build --seeds $$((($(SEEDS) + 9) / 10)) --jobs $(JOBS) --duration 2m --times 10 --per-minute 30
 	PYTHONPATH=scripts $(BIN)/mainspring simulate simulated_group:build_bursts --seeds $$((($(SEEDS) + 9) / 10)) --jobs $(JOBS) --duration 2m --times 60 \
 		--rate slow_call=0.02 --rate slow_handler=0.0005 --rate hanging_handler=0.0002 --rate failing_handler=0.01 --rate swallowing_handler=0.0002
+	$(BIN)/python tests/services/service_simulation.py --seeds $$((($(SEEDS) + 9) / 10))
 
 # Minutes on each backend whose server is installed. BACKENDS names some (sqlite,redis,postgres,nats), SEED repeats a run.
 BACKENDS ?=
