@@ -8,7 +8,7 @@ from textwrap import dedent
 import pytest
 
 from mainspring import ConfigError, RestartPolicy
-from mainspring.services.config import AlertTargets, HealthAddress, OrchestratorConfig, parse_config, read_config
+from mainspring.services.config import OrchestratorConfig, parse_config, read_config
 from mainspring.services.config_keys import keys_at
 from mainspring.services.restarts import RestartType
 from mainspring.services.spec import (
@@ -158,14 +158,10 @@ def test_the_settings_of_the_whole() -> None:
         strategy: rest_for_one
         max_restarts: 10
         period: 2m
-        alerts: {webhook: "https://example.org/hook", command: ./page me}
-        health: {port: 8080}
         services: {a: {command: [run]}}
         """
     )
     assert (config.strategy, config.max_restarts, config.period) == (Strategy.REST_FOR_ONE, 10, 120)
-    assert config.alerts == AlertTargets("https://example.org/hook", ("./page", "me"))
-    assert config.health == HealthAddress("127.0.0.1", 8080)
     assert parse(OF_THE_DOCS).shutdown == ShutdownSettings(30, 20, 5)
 
 
@@ -206,8 +202,8 @@ def test_the_environment_comes_before_the_file() -> None:
 
 def test_the_settings_of_the_whole_may_come_from_the_environment() -> None:
     text = "services: {a: {command: [run]}}"
-    config = parse(text, MAINSPRING_STRATEGY="one_for_all", MAINSPRING_MAX_RESTARTS="3", MAINSPRING_HEALTH__PORT="80")
-    assert (config.strategy, config.max_restarts, config.health.port) == (Strategy.ONE_FOR_ALL, 3, 80)
+    config = parse(text, MAINSPRING_STRATEGY="one_for_all", MAINSPRING_MAX_RESTARTS="3")
+    assert (config.strategy, config.max_restarts) == (Strategy.ONE_FOR_ALL, 3)
 
 
 def test_a_variable_for_a_mapping_and_one_for_a_key_of_it() -> None:
@@ -403,14 +399,6 @@ def test_what_a_service_cannot_say(line: str, expected: str) -> None:
             "up.yaml:2: period: without max_restarts it says nothing; allowed: with max_restarts",
         ),
         (
-            "services: {a: {command: x}}\nhealth:\n  host: h",
-            "up.yaml:3: health.host: without a port nothing is served; allowed: with health.port",
-        ),
-        (
-            "services: {a: {command: x}}\nhealth: {port: 99999}",
-            "up.yaml:2: health.port: '99999' is no such number; allowed: a whole number from 0 to 65535",
-        ),
-        (
             "services: {a: {command: x}}\nstrategy: all",
             "up.yaml:2: strategy: 'all' is no such word; allowed: one_for_one, one_for_all, rest_for_one",
         ),
@@ -455,7 +443,7 @@ def test_values_are_what_the_author_wrote() -> None:
 
 
 def test_keys_without_a_value_count_as_not_said() -> None:
-    config = parse("lifecycle:\nalerts: ~\nservices:\n  a:\n    command: run\n    environment:\n    probe: null\n")
+    config = parse("lifecycle:\nstrategy: ~\nservices:\n  a:\n    command: run\n    environment:\n    probe: null\n")
     assert config.services == (ServiceSpec(name="a", command=("run",)),)
 
 

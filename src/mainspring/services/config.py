@@ -58,22 +58,6 @@ _GROUPS: dict[str, type[Any]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class AlertTargets:
-    """What is told when a service is given up: a URL that takes a POST, a command."""
-
-    webhook: str | None = None
-    command: tuple[str, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class HealthAddress:
-    """Where the supervisor serves probes and metrics. ``port``: None means nowhere."""
-
-    host: str = "127.0.0.1"
-    port: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class OrchestratorConfig:
     """What a file of services says. ``shutdown`` caps the stop of all services together."""
 
@@ -82,8 +66,6 @@ class OrchestratorConfig:
     max_restarts: int | None = None
     period: float = 60.0
     shutdown: ShutdownSettings = field(default_factory=ShutdownSettings)
-    alerts: AlertTargets = field(default_factory=AlertTargets)
-    health: HealthAddress = field(default_factory=HealthAddress)
 
 
 def read_config(path: str | os.PathLike[str], *, environment: Mapping[str, str] | None = None) -> OrchestratorConfig:
@@ -309,18 +291,13 @@ class _Builder:
         self._check_listening()
         if "period" in settings.model_fields_set and settings.max_restarts is None:
             faults.at(("period",), "without max_restarts it says nothing; allowed: with max_restarts")
-        if "host" in settings.health and "port" not in settings.health:
-            faults.at(("health", "host"), "without a port nothing is served; allowed: with health.port")
         faults.stop_if_any()
-        command = settings.alerts.get("command")
         return OrchestratorConfig(
             services=tuple(spec for spec in specs if spec is not None),
             strategy=settings.strategy,
             max_restarts=settings.max_restarts,
             period=settings.period,
             shutdown=base.shutdown,
-            alerts=AlertTargets(settings.alerts.get("webhook"), None if command is None else tuple(command)),
-            health=HealthAddress(**settings.health),
         )
 
     def _spec(self, name: str, said: ServiceKeys) -> ServiceSpec | None:

@@ -31,7 +31,6 @@ from mainspring.services.config_values import (
     Mapped,
     Niceness,
     Pattern,
-    Port,
     ServiceName,
     Size,
     Text,
@@ -289,22 +288,6 @@ class ServiceKeys(TypedDict, total=False):
     replace_after: Annotated[ReplacementKeys, Mapped, AfterValidator(lambda said: Replacement(**said))]
 
 
-@with_config(_STRICT)
-class AlertKeys(TypedDict, total=False):
-    """``alerts``: what is told when a service is given up."""
-
-    webhook: Filled
-    command: Command
-
-
-@with_config(_STRICT)
-class HealthKeys(TypedDict, total=False):
-    """``health``: where the supervisor serves probes and metrics."""
-
-    host: Filled
-    port: Port
-
-
 class FileSettings(BaseSettings):
     """The keys at the top of a file."""
 
@@ -315,8 +298,6 @@ class FileSettings(BaseSettings):
     strategy: Annotated[Strategy, PlainValidator(lambda value: values.choice(value, Strategy))] = Strategy.ONE_FOR_ONE
     max_restarts: Annotated[int | None, PlainValidator(lambda value: values.whole(value, 0))] = None
     period: DurationAboveZero = 60.0
-    alerts: Annotated[AlertKeys, Mapped] = AlertKeys()
-    health: Annotated[HealthKeys, Mapped] = HealthKeys()
 
 
 def keys_at(path: tuple[str | int, ...]) -> list[str]:

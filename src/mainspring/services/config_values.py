@@ -242,7 +242,6 @@ Count: TypeAlias = Annotated[int, PlainValidator(lambda value: whole(value, 1))]
 CountFromZero: TypeAlias = Annotated[int, PlainValidator(lambda value: whole(value, 0))]
 ExitStatus: TypeAlias = Annotated[int, PlainValidator(lambda value: whole(value, 0, 255))]
 Niceness: TypeAlias = Annotated[int, PlainValidator(lambda value: whole(value, -20, 19))]
-Port: TypeAlias = Annotated[int, PlainValidator(lambda value: whole(value, 0, 65_535))]
 Factor: TypeAlias = Annotated[float, PlainValidator(lambda value: number(value, 1))]
 Command: TypeAlias = Annotated[list[Text], BeforeValidator(command)]
 Listed = BeforeValidator(listed)
