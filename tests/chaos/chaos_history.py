@@ -54,23 +54,24 @@ def given_back(directory: Path) -> int:
     """How many deliveries were released before their handlers had begun."""
     number = 0
     for path in directory.glob("worker-*.jsonl"):
-        begun: set[str] = set()
+        begun: set[tuple[str, str]] = set()
         for line in Reader(path).lines():
             if line["what"] == "begun":
-                begun.add(line["receipt"])
+                begun.add((line["id"], line["receipt"]))
             elif line["what"] == "outcome" and line["outcome"] == "released":
-                number += line["receipt"] not in begun
+                number += (line["id"], line["receipt"]) not in begun
     return number
 
 
 def runs_of(process: str, lines: Iterable[dict[str, Any]]) -> list[Run]:
     """The runs of one worker.
 
-    An outcome is told by the receipt of the delivery. A server that forgot can have given the same one twice: then it is the
-    first run's that has ended and of which no outcome is known.
+    An outcome is told by the message and the receipt of the delivery: two mailboxes of a worker can give the same receipt. A
+    server that forgot can have given the same one twice: then it is the first run's that has ended and of which no outcome is
+    known.
     """
     runs: dict[int, Run] = {}
-    unsettled: defaultdict[str, list[Run]] = defaultdict(list)
+    unsettled: defaultdict[tuple[str, str], list[Run]] = defaultdict(list)
     for line in lines:
         match line["what"]:
             case "begun":
@@ -80,7 +81,7 @@ def runs_of(process: str, lines: Iterable[dict[str, Any]]) -> list[Run]:
                 if "tick" in line:
                     run.tick = Tick(line["schedule"], line["tick"])
                 runs[line["run"]] = run
-                unsettled[run.receipt].append(run)
+                unsettled[run.message, run.receipt].append(run)
             case "effect" | "ticked":
                 run = runs[line["run"]]
                 run.effect, run.committed = line["at"], line.get("committed", False)
@@ -89,8 +90,8 @@ def runs_of(process: str, lines: Iterable[dict[str, Any]]) -> list[Run]:
             case "ended":
                 runs[line["run"]].ended, runs[line["run"]].how = line["at"], line["how"]
             case "outcome":
-                run = next((each for each in unsettled[line["receipt"]] if each.ended is not None), None)
+                run = next((each for each in unsettled[line["id"], line["receipt"]] if each.ended is not None), None)
                 if run is not None:  # else it was given back, or given up, before its handler began
                     run.settled, run.outcome = line["at"], line["outcome"]
-                    unsettled[run.receipt].remove(run)
+                    unsettled[run.message, run.receipt].remove(run)
     return list(runs.values())

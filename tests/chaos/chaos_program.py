@@ -129,7 +129,7 @@ async def work(setup: Setup, name: str) -> int:
         await handler.handle(lambda: of_tasks.in_flight, job, ctx)
 
     def finished(event: MessageFinished) -> None:
-        journal.note("outcome", receipt=event.run_id, outcome=event.outcome)
+        journal.note("outcome", id=event.message_id, receipt=event.run_id, outcome=event.outcome)
 
     def moved(event: GroupStateChanged) -> None:
         nonlocal ready

@@ -8,12 +8,12 @@ from chaos_journal import Journal, Reader
 from chaos_judge import Life
 
 
-def begun(at, run, receipt="r"):
+def begun(at, run, receipt="r", message="a"):
     return {
         "what": "begun",
         "at": at,
         "run": run,
-        "id": "a",
+        "id": message,
         "receipt": receipt,
         "delivery": 1,
         "leased": at - 0.1,
@@ -27,7 +27,7 @@ def test_a_run_is_put_together():
         {"what": "committing", "at": 1.5, "run": 1},
         {"what": "effect", "at": 2.0, "run": 1, "committed": True},
         {"what": "ended", "at": 3.0, "run": 1, "how": "done"},
-        {"what": "outcome", "at": 4.0, "receipt": "r", "outcome": "acknowledged"},
+        {"what": "outcome", "at": 4.0, "id": "a", "receipt": "r", "outcome": "acknowledged"},
     ]
     (run,) = runs_of("worker", lines)
     assert (run.message, run.receipt, run.process) == ("a", "r", "worker")
@@ -51,16 +51,29 @@ def test_two_runs_with_one_receipt_are_two():
         begun(1.0, 1),
         begun(2.0, 2),
         {"what": "ended", "at": 3.0, "run": 2, "how": "done"},
-        {"what": "outcome", "at": 4.0, "receipt": "r", "outcome": "acknowledged"},
+        {"what": "outcome", "at": 4.0, "id": "a", "receipt": "r", "outcome": "acknowledged"},
         {"what": "ended", "at": 5.0, "run": 1, "how": "done"},
-        {"what": "outcome", "at": 6.0, "receipt": "r", "outcome": "lost"},
+        {"what": "outcome", "at": 6.0, "id": "a", "receipt": "r", "outcome": "lost"},
     ]
     first, second = runs_of("worker", lines)
     assert (first.outcome, second.outcome) == ("lost", "acknowledged")
 
 
+def test_deliveries_of_two_mailboxes_with_one_receipt_are_told_apart():
+    lines = [
+        begun(1.0, 1, receipt="8", message="a"),
+        begun(2.0, 2, receipt="8", message="b"),
+        {"what": "ended", "at": 3.0, "run": 2, "how": "failed"},
+        {"what": "ended", "at": 4.0, "run": 1, "how": "done"},
+        {"what": "outcome", "at": 5.0, "id": "a", "receipt": "8", "outcome": "acknowledged"},
+        {"what": "outcome", "at": 6.0, "id": "b", "receipt": "8", "outcome": "retried"},
+    ]
+    first, second = runs_of("worker", lines)
+    assert (first.outcome, second.outcome) == ("acknowledged", "retried")
+
+
 def test_the_outcome_of_what_was_never_begun_is_nobodys():
-    assert runs_of("worker", [{"what": "outcome", "at": 1.0, "receipt": "r", "outcome": "released"}]) == []
+    assert runs_of("worker", [{"what": "outcome", "at": 1.0, "id": "a", "receipt": "r", "outcome": "released"}]) == []
 
 
 def test_what_was_given_back_is_counted_if_it_was_never_begun(tmp_path):
@@ -68,8 +81,9 @@ def test_what_was_given_back_is_counted_if_it_was_never_begun(tmp_path):
         journal = Journal(tmp_path / f"{name}.jsonl")
         journal.note("begun", run=1, id="a", receipt="r", delivery=1, leased=None, hand=2)
         for receipt, outcome in (("r", "released"), ("s", "released"), ("t", "lost")):
-            journal.note("outcome", receipt=receipt, outcome=outcome)
-    assert given_back(tmp_path) == 2
+            journal.note("outcome", id="a", receipt=receipt, outcome=outcome)
+        journal.note("outcome", id="b", receipt="r", outcome="released")  # of the other mailbox of this worker
+    assert given_back(tmp_path) == 4
 
 
 @pytest.mark.anyio
