@@ -62,7 +62,7 @@ class Context(Generic[Resources]):
 
     @property
     def run_id(self) -> str:
-        """An id that is new at each delivery."""
+        """An id that is new at each delivery of its mailbox."""
         return self._delivery.message.receipt_handle
 
     @property
