@@ -33,6 +33,7 @@ def test_what_another_try_can_help():
         "JournalLockedError",
         "OverrideLockedError",
         "RequestTimeoutError",
+        "ServiceNotRunningError",
         "SessionFullError",
         "TaskExitError",
         "TicketTimeoutError",

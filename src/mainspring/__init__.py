@@ -55,6 +55,8 @@ if TYPE_CHECKING:
     from mainspring.errors import Retry as Retry
     from mainspring.errors import ScheduleNotFoundError as ScheduleNotFoundError
     from mainspring.errors import SerializationError as SerializationError
+    from mainspring.errors import ServiceNotFoundError as ServiceNotFoundError
+    from mainspring.errors import ServiceNotRunningError as ServiceNotRunningError
     from mainspring.errors import SessionClosedError as SessionClosedError
     from mainspring.errors import SessionError as SessionError
     from mainspring.errors import SessionFullError as SessionFullError
@@ -176,7 +178,8 @@ _HOMES = {
         "OffloadPickleError", "OffloadTimeoutError", "OffloadWorkerDiedError", "ReceiptHandleExpiredError", "Reject",
         "ReplyError", "ReplyNotAvailableError", "RequestCancelledError", "RequestFailedError", "RequestTimeoutError",
         "ResultTooLargeError", "Retry",
-        "ScheduleNotFoundError", "SerializationError", "TaskExitError", "TicketAbandonedError", "TicketAlreadyCompletedError",
+        "ScheduleNotFoundError", "SerializationError", "ServiceNotFoundError", "ServiceNotRunningError",
+        "TaskExitError", "TicketAbandonedError", "TicketAlreadyCompletedError",
         "TicketTimeoutError", "TransactionEndedError",
         "BudgetExceededError", "DeadlineExceededError", "JournalDamagedError", "JournalError", "JournalLockedError",
         "OverrideDamagedError", "OverrideError", "OverrideLockedError", "ReducerError", "SessionClosedError",
