@@ -183,7 +183,9 @@ async def test_signals_are_as_a_program_expects_them():
     async with ProcessSpawner() as spawner:
         spawned = await spawner.spawn(shell("grep -E '^Sig(Blk|Ign)' /proc/self/status"), heard)
         await spawned.wait()
-    own = 1 << 31 | 1 << 32  # signals 32 and 33 are the C library's: a program that it has spawned ignores them for ever
+    own = (
+        1 << 31 | 1 << 32
+    )  # signals 32 and 33 are the C library's: a program that it has spawned ignores them for ever
     assert [int(line.split()[1], 16) & ~own for line in heard.of("stdout")] == [0, 0]
 
 

@@ -49,7 +49,7 @@ class Orchestrator:
     status is the highest of theirs. It runs once.
 
     :param services: at least one.
-    :param strategy: which services are restarted with one that has ended unexpectedly.
+    :param strategy: which services are restarted with a service that has ended unexpectedly.
     :param max_restarts: more restarts than that within ``period`` seconds end the whole; None: no limit.
     :param shutdown: ``timeout`` caps the stop of all services together; what is left is killed. A service whose own
         settings of the stop (other than the defaults) have a longer ``timeout`` has that.

@@ -26,7 +26,7 @@ class Order:
     def __init__(self, specs: Sequence[ServiceSpec]) -> None:
         self._depends_on = _checked(specs)
         self.levels = _levels(self._depends_on)
-        """Services that may start together, those that depend on nothing first."""
+        """Services that may start together, first the services that depend on nothing."""
         self.names = tuple(name for level in self.levels for name in level)
         """All names in the order of the start."""
         dependents: dict[str, list[str]] = {name: [] for name in self.names}

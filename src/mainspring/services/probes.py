@@ -55,7 +55,7 @@ async def ask(
 ) -> str | None:
     """Return None where the probe passes within ``timeout`` seconds, else why not, in a few words.
 
-    See :func:`of_replica` for one that is asked more than once.
+    See :func:`of_replica` for a probe that is asked more than once.
 
     It raises only a cancellation, and leaves no task, process or connection behind. A plain function may be left in its thread.
 

@@ -88,7 +88,7 @@ class ServiceProcess:
     # ---------------------------------------------------------------------------------------------- what it says of itself
 
     def on_line(self, stream: Stream, line: str) -> None:
-        """Pass a line of output on; it may be the one that means "ready"."""
+        """Pass a line of output on. It may be the ready line."""
         if self._ready_line is not None and self._ready_line.search(line):
             self._ready_line = None
             self._condition.notify_all()

@@ -17,7 +17,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
 class Strategy(StrEnum):
-    """Which services are restarted with one that has ended (the terms are Erlang's)."""
+    """Which services are restarted with a service that has ended (the terms are Erlang's)."""
 
     ONE_FOR_ONE = "one_for_one"
     """It alone."""

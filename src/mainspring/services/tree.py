@@ -102,7 +102,7 @@ class ServiceTree:
         self.changes.notify_all()
 
     def start(self, service: ManagedService) -> None:
-        """Start the replicas of a service that are not up; one that was stopped is a new one."""
+        """Start the replicas of a service that are not up. A stopped replica is made anew."""
         for number in range(1, service.spec.replicas + 1):
             if number not in service.replicas or service.replicas[number].ended:
                 self.start_replica(service, number)
