@@ -37,6 +37,7 @@ SCRIPTS = (
     "tasks",
     "schedules",
     "limits",
+    "services",
 )
 
 

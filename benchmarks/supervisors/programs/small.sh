@@ -1,0 +1,5 @@
+# A service that says that it has begun, then waits without a child of its own.
+echo "$1 start $$" >"$2/events"
+echo "$1 is up"
+[ -z "$NOTIFY_FD" ] || eval "echo >&$NOTIFY_FD"
+read -r _ <"$2/never"
