@@ -367,10 +367,11 @@ def test_the_documented_table_is_the_tested_one():
         [DESCRIBED[how], fate, *("SIGKILL" if status == KILLED else str(status) for status in statuses)]
         for how, (statuses, fate) in TABLE.items()
     ]
-    rows = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in DOCS.read_text().splitlines() if "|" in line
-    ]
     header = ["the handler", "its message", *PHASES]
-    begin = rows.index(header) + 2
-    assert rows[begin : begin + len(expected)] == expected
-    assert len(rows) == begin + len(expected)  # it is the last table of the page
+    tables = [
+        [[cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines()]
+        for block in DOCS.read_text().split("\n\n")
+        if block.startswith("|")
+    ]
+    (rows,) = [table for table in tables if table[0] == header]
+    assert rows[2:] == expected
