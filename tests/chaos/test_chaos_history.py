@@ -65,8 +65,8 @@ def test_deliveries_of_two_mailboxes_with_one_receipt_are_told_apart():
         begun(2.0, 2, receipt="8", message="b"),
         {"what": "ended", "at": 3.0, "run": 2, "how": "failed"},
         {"what": "ended", "at": 4.0, "run": 1, "how": "done"},
-        {"what": "outcome", "at": 5.0, "id": "a", "receipt": "8", "outcome": "acknowledged"},
-        {"what": "outcome", "at": 6.0, "id": "b", "receipt": "8", "outcome": "retried"},
+        {"what": "outcome", "at": 5.0, "id": "b", "receipt": "8", "outcome": "retried"},
+        {"what": "outcome", "at": 6.0, "id": "a", "receipt": "8", "outcome": "acknowledged"},
     ]
     first, second = runs_of("worker", lines)
     assert (first.outcome, second.outcome) == ("acknowledged", "retried")
