@@ -16,7 +16,8 @@ from http_fakes import FakeGroup, FakeMailbox, loop_status
 from mainspring.core.state_machine import GroupState, ServiceState
 from mainspring.errors import ControlRefusedError, LoopNotRunningError, MailboxConnectionError, TicketTimeoutError
 from mainspring.events import MessageFinished
-from mainspring.http.app import ADMIN_TOKEN, health_app
+from mainspring.http.access import ADMIN_TOKEN
+from mainspring.http.app import health_app
 from mainspring.http.depths import DepthReader
 from mainspring.mailbox.message import Counts
 from mainspring.telemetry.metrics import GroupMetrics

@@ -18,7 +18,7 @@ from mainspring.events import (
     ServiceStateChanged,
 )
 from mainspring.services.restarts import RestartType
-from mainspring.services.spec import HookMoment, ServiceSpec, Strategy
+from mainspring.services.spec import HookMoment, ServiceSpec, ShutdownSettings, Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -177,14 +177,18 @@ def _every_order_ends(facts: Facts) -> Iterator[str]:
     yield from (f"{each} has not ended" for each in facts.run.operations if each.ended_at is None)
 
 
+def _whole(within: float, shutdown: ShutdownSettings) -> float:
+    return max(within - shutdown.force_kill_timeout, within / 2)
+
+
 def _a_kill_comes_after_the_drain_timeout_and_then_it_comes(facts: Facts) -> Iterator[str]:
     for spec, family in facts.mains():
         shutdown = spec.lifecycle.shutdown
         told = min((record.told_at for record in family if record.told_at is not None), default=math.inf)
         killed = min((record.killed_at for record in family if record.killed_at is not None), default=math.inf)
-        whole = shutdown.timeout - shutdown.force_kill_timeout
-        latest = min(shutdown.drain_timeout, whole)
-        earliest = min(latest, whole - (HOOK_TIMEOUT if HookMoment.PRE_STOP in spec.hooks else 0.0))
+        hook = HOOK_TIMEOUT if HookMoment.PRE_STOP in spec.hooks else 0.0
+        latest = min(shutdown.drain_timeout, _whole(shutdown.timeout, shutdown))
+        earliest = min(latest, _whole(shutdown.timeout - hook, shutdown))
         is_forced = (
             killed >= (facts.run.asked_at or 0) - SLACK
             if facts.cancelled

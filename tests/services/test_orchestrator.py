@@ -9,7 +9,6 @@ from typing import Any
 
 import anyio
 import pytest
-from orchestrator_support import World, lifecycle, spec
 
 from mainspring.core.state_machine import OrchestratorState, ServiceState
 from mainspring.errors import ConfigError
@@ -18,6 +17,7 @@ from mainspring.runtime.signals import ShutdownCoordinator
 from mainspring.services.orchestrator import Orchestrator
 from mainspring.services.spec import ShutdownSettings
 from mainspring.testing import SimulatedProgram, SimulatedSpawner, run_virtual
+from orchestrator_support import World, lifecycle, spec
 
 Run = Callable[..., Any]
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import anyio
 import pytest
-from orchestrator_support import World, spec
 
 from mainspring.core.state_machine import OrchestratorState, ServiceState
 from mainspring.errors import ConfigError, ControlRefusedError, ServiceNotFoundError, ServiceNotRunningError
 from mainspring.testing import SimulatedProgram, run_virtual
+from orchestrator_support import World, spec
 
 Run = Callable[..., Any]
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import anyio
 import pytest
-from orchestrator_support import World, spec
 
 from mainspring.testing import SimulatedProcess, SimulatedProgram, run_virtual
+from orchestrator_support import World, spec
 
 Run = Callable[..., Any]
 

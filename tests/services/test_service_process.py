@@ -122,6 +122,12 @@ def test_the_drain_leaves_time_to_kill_within_the_whole() -> None:
     assert (took, record.killed_at) == (9, 6)
 
 
+@pytest.mark.parametrize(("within", "killed_at"), [(5, 3.5), (8, 5), (4, 3)])
+def test_a_drain_has_at_least_half_of_the_whole(within: float, killed_at: float) -> None:
+    _, (record,) = time_to_end(SimulatedProgram(stops_in=None), within=within)
+    assert record.killed_at == killed_at
+
+
 def test_the_wait_for_a_killed_process_ends() -> None:
     took, _ = time_to_end(SimulatedProgram(stops_in=None, dies_in=60))
     assert took == 25

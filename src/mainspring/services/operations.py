@@ -50,8 +50,14 @@ class Operations:
         else:
             await self._stop_replica(service.replicas[number])
 
-    async def restart(self, name: str, number: int | None) -> None:
+    async def restart(self, name: str | None, number: int | None) -> None:
         """See :meth:`Orchestrator.restart`."""
+        if name is None:
+            self._check_running()
+            for every in self._tree.order.names:
+                if not self._tree.services[every].stopped:
+                    await self.restart(every, None)
+            return
         service = self._service(name, number)
         async with self._restarting[name]:
             for each in self._numbers(service, number):

@@ -14,7 +14,7 @@ import anyio
 from mainspring.core.dispatcher import Dispatcher
 from mainspring.core.state_machine import ORCHESTRATOR, OrchestratorState, StateMachine, Transition
 from mainspring.errors import ConfigError, InvalidParameterError
-from mainspring.events import OrchestratorStateChanged, ShutdownRequested
+from mainspring.events import OrchestratorStateChanged, ServiceOutput, ShutdownRequested
 from mainspring.runtime.hard_exit import last_words
 from mainspring.runtime.scope import DaemonScope
 from mainspring.runtime.service_manager import without_manager
@@ -23,6 +23,7 @@ from mainspring.services.listening import SocketPlaces
 from mainspring.services.notify import OrchestratorNews, own_process
 from mainspring.services.operations import Operations
 from mainspring.services.order import next_state
+from mainspring.services.recent_output import RecentOutput
 from mainspring.services.report import OrchestratorReport, report_of
 from mainspring.services.restarts import Intensity
 from mainspring.services.spec import ServiceSpec, ShutdownSettings, Strategy
@@ -56,6 +57,10 @@ class Orchestrator:
     :param spawner: starts the processes. Entered by :meth:`run`.
     :param dispatcher: hears all events.
     :param stay_up: True if it waits for requests when all services have ended.
+    :param health_host: where the health server listens. ``unix:/path`` for a Unix socket.
+    :param health_port: its port (0: any free one); None: no health server.
+    :param control: the path of a Unix socket on which the same server takes the commands of this user, such as ``mainspring
+        restart``; None: none. It needs no token.
     :raises ConfigError: a value cannot work; the services depend on unknown ones, on each other, or have one name.
     """
 
@@ -71,6 +76,9 @@ class Orchestrator:
         spawner: Spawner,
         dispatcher: Dispatcher | None = None,
         stay_up: bool = False,
+        health_host: str = "127.0.0.1",
+        health_port: int | None = None,
+        control: str | os.PathLike[str] | None = None,
     ) -> None:
         self.name = name
         self.dispatcher = Dispatcher() if dispatcher is None else dispatcher
@@ -80,6 +88,9 @@ class Orchestrator:
         self._shutdown = ShutdownSettings() if shutdown is None else shutdown
         self._spawner = spawner
         self._stay_up = stay_up
+        self._health = None if health_port is None else (health_host, _port(health_port))
+        self._control = None if control is None else os.fspath(control)
+        self._health_url: str | None = None
         self._entry: Entry | None = None
         self._ended: AnywhereEvent | None = None
         self._reason: str | None = None
@@ -111,6 +122,11 @@ class Orchestrator:
         """The present state."""
         return self._machine.state
 
+    @property
+    def health_url(self) -> str | None:
+        """Where the health server is reached, with its real port; None before it listens, and without one."""
+        return self._health_url
+
     # ------------------------------------------------------------------------------------------------------- the run
 
     async def run(self, *, install_signals: bool = True) -> OrchestratorReport:
@@ -121,7 +137,7 @@ class Orchestrator:
         its life (``sd_notify``), and reaps orphans as process 1.
         Cancelled, it kills all processes.
 
-        :raises ConfigError: it has run already, or the address of a listening socket cannot be used.
+        :raises ConfigError: it has run already, or an address that it is to listen on cannot be used.
         """
         if self._entry is not None:
             raise ConfigError(f"orchestrator {self.name!r} runs once; make another one")
@@ -137,6 +153,7 @@ class Orchestrator:
                     self._news = await stack.enter_async_context(
                         own_process(self.name, self.dispatcher, self._stop_within)
                     )
+                await self._serve(stack)
                 places = stack.enter_context(SocketPlaces())
                 stack.callback(self._tree.sockets.keep_only, ())
                 spawner = await stack.enter_async_context(self._spawner)
@@ -154,6 +171,22 @@ class Orchestrator:
             self._ended.set()
         assert self.report is not None
         return self.report
+
+    async def _serve(self, stack: AsyncExitStack) -> None:
+        """Start the servers that are wanted. They end when ``stack`` is left."""
+        wanted = [] if self._health is None else [self._health]
+        if self._control is not None:
+            wanted.append((f"unix:{self._control}", 0))
+        if not wanted:
+            return
+        from mainspring.http.serve_orchestrator import start  # late: no server is imported that is not wanted
+
+        scope = await stack.enter_async_context(DaemonScope(f"servers of {self.name}"))
+        output = RecentOutput()
+        stack.callback(self.dispatcher.subscribe(ServiceOutput, output.note))
+        stack.callback(output.close)
+        urls = [await start(self, scope, output, host, port) for host, port in wanted]
+        self._health_url = urls[0] if self._health is not None else None
 
     async def _run_services(self, spawner: Spawner, scope: DaemonScope, places: SocketPlaces) -> None:
         self._began_stop = anyio.current_time()  # of a stop that was asked for before the run
@@ -277,8 +310,10 @@ class Orchestrator:
         """
         await self._operations.stop(service, replica)
 
-    async def restart(self, service: str, replica: int | None = None) -> None:
+    async def restart(self, service: str | None = None, replica: int | None = None) -> None:
         """Restart the replicas of a service one after the other, each when the one before runs again; or one of them.
+
+        None: those of all services, in the order of their start, but of those that were stopped.
 
         What has ended is started. What depends on the service runs on. Cancelled, it restarts no further replicas.
 
@@ -362,6 +397,12 @@ def _checked(services: Sequence[ServiceSpec]) -> list[ServiceSpec]:
     if not services:
         raise ConfigError("Orchestrator: it needs at least one service")
     return list(services)
+
+
+def _port(port: int) -> int:
+    if not (is_whole(port, 0) and port <= 65_535):
+        raise ConfigError(f"Orchestrator: health_port must be 0 to 65535, or None, not {port!r}")
+    return port
 
 
 def _strategy(strategy: Strategy | str) -> Strategy:

@@ -115,12 +115,13 @@ class ServiceProcess:
     async def bring_down(self, *, drain_timeout: float, within: float, force_kill_timeout: float) -> bool:
         """End it: SIGTERM, ``drain_timeout`` seconds or as long as it asks for, then SIGKILL. Return True if nothing is left.
 
-        The drain ends ``force_kill_timeout`` seconds before ``within`` seconds have passed. When the process has ended by
-        itself, what is left of it gets SIGTERM too, and the same time. ``hurried`` ends the drain at once.
+        The drain ends ``force_kill_timeout`` seconds before ``within`` seconds have passed, but has at least half of them: a
+        short timeout alone must not mean no drain. When the process has ended by itself, what is left of it gets SIGTERM too,
+        and the same time. ``hurried`` ends the drain at once.
         """
         assert self.spawned is not None
         condition, now = self._condition, anyio.current_time()
-        latest = now + max(0.0, within - force_kill_timeout)
+        latest = now + max(0.0, within - force_kill_timeout, within / 2)
         if self._drained_by is None:
             self._drained_by = now + (drain_timeout if self._drain_timeout is None else self._drain_timeout)
 

@@ -76,7 +76,8 @@ class ShutdownSettings:
     """How a service is stopped: SIGTERM, ``drain_timeout`` seconds, SIGKILL of all that is left, ``force_kill_timeout``
     seconds.
 
-    ``timeout`` caps the whole, hooks included. For an orchestrator it caps the stop of all services.
+    ``timeout`` caps the whole, hooks included. The drain has at least half of it, if ``force_kill_timeout`` would leave less.
+    For an orchestrator it caps the stop of all services.
     """
 
     timeout: float = 30.0

@@ -59,6 +59,12 @@ class ServiceStatus:
         """The restarts of its replicas together."""
         return sum(replica.restarts for replica in self.replicas)
 
+    @property
+    def ready(self) -> bool:
+        """True if one of its replicas works, or it has done its work."""
+        works = any(replica.state in WORKING for replica in self.replicas)
+        return works or (self.state is ServiceState.STOPPED and not (self.failed or self.stopped))
+
 
 @dataclass(frozen=True, slots=True)
 class OrchestratorStatus:
@@ -72,6 +78,27 @@ class OrchestratorStatus:
     reason: str | None
     failure: str | None
     services: tuple[ServiceStatus, ...]
+
+    @property
+    def started(self) -> bool:
+        """True if all core services have started."""
+        return self.state in _STARTED
+
+    @property
+    def unready_reasons(self) -> tuple[str, ...]:
+        """Why it is not ready: it starts, it stops, or a core service has no replica that works. None: it is ready."""
+        if self.reason is not None:
+            return (f"it shuts down: {self.reason}",)
+        if self.state not in _STARTED:
+            return (f"it is {self.state}",)
+        return tuple(
+            f"no replica of service {service.name!r} works" + (f": {service.error}" if service.error else "")
+            for service in self.services
+            if service.core and not service.ready
+        )
+
+
+_STARTED = (OrchestratorState.READY, OrchestratorState.RUNNING, OrchestratorState.DEGRADED)
 
 
 def status_of(

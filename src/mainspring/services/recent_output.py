@@ -1,0 +1,136 @@
+"""The last lines that services have written, kept for readers that come later, and passed on to readers that follow."""
+
+from __future__ import annotations
+
+from collections import deque
+from heapq import merge
+from itertools import count
+from operator import itemgetter
+from typing import TYPE_CHECKING
+
+from mainspring.runtime.condition import ConditionVariable
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable
+
+    from mainspring.events import ServiceOutput
+
+LINES = 500
+CHARACTERS = 65_536
+"""Limits of what is kept of the output of a replica."""
+UNREAD = 1000
+"""Lines that a reader may be behind."""
+
+
+class RecentOutput:
+    """Keeps the last 500 lines of each replica, 65,536 characters at most. Subscribe :meth:`note` to :class:`ServiceOutput`."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, int], _LastLines] = {}
+        self._readers: set[_Reader] = set()
+        self._numbers = count()
+        self._closed = False
+
+    def note(self, event: ServiceOutput) -> None:
+        """Take note of a line."""
+        key = event.service, event.replica
+        kept = self._kept.get(key)
+        if kept is None:
+            kept = self._kept[key] = _LastLines()
+        kept.add(next(self._numbers), event)
+        for reader in self._readers:
+            reader.put(event)
+
+    def close(self) -> None:
+        """End the readers that follow, after what they have not read yet."""
+        self._closed = True
+        for reader in self._readers:
+            reader.close()
+
+    def last(self, lines: int, service: str | None = None, replica: int | None = None) -> list[ServiceOutput]:
+        """Return the last lines of a replica, of a service, or of all, in the order in which they were read."""
+        if not lines:
+            return []
+        wanted = _wanted(service, replica)
+        found = [kept.numbered for (name, number), kept in self._kept.items() if wanted(name, number)]
+        return [event for _, event in merge(*found, key=itemgetter(0))][-lines:]
+
+    async def follow(
+        self, lines: int, service: str | None = None, replica: int | None = None
+    ) -> AsyncGenerator[tuple[int, list[ServiceOutput]]]:
+        """Yield the last lines, and then what is new, until :meth:`close`: how many lines were lost before, and the lines.
+
+        A reader that is more than 1,000 lines behind loses the oldest of them. Close the generator to end it.
+        """
+        reader = _Reader(_wanted(service, replica))
+        for event in self.last(lines, service, replica):
+            reader.put(event)
+        if self._closed:
+            reader.close()
+        self._readers.add(reader)
+        try:
+            while True:
+                await reader.wait()
+                yield reader.take()
+                if reader.finished:
+                    return
+        finally:
+            self._readers.discard(reader)
+
+
+class _LastLines:
+    """The last lines of one replica, with their numbers."""
+
+    __slots__ = ("_characters", "numbered")
+
+    def __init__(self) -> None:
+        self.numbered: deque[tuple[int, ServiceOutput]] = deque()
+        self._characters = 0
+
+    def add(self, number: int, event: ServiceOutput) -> None:
+        self.numbered.append((number, event))
+        self._characters += len(event.line)
+        while len(self.numbered) > LINES or self._characters > CHARACTERS:
+            _, oldest = self.numbered.popleft()
+            self._characters -= len(oldest.line)
+
+
+class _Reader:
+    """What one reader has not read yet."""
+
+    def __init__(self, wanted: Callable[[str, int], bool]) -> None:
+        self._wanted = wanted
+        self._events: deque[ServiceOutput] = deque(maxlen=UNREAD)
+        self._lost = 0
+        self._closed = False
+        self._changes = ConditionVariable()
+
+    @property
+    def finished(self) -> bool:
+        return self._closed and not self._events
+
+    def put(self, event: ServiceOutput) -> None:
+        if not self._wanted(event.service, event.replica):
+            return
+        if len(self._events) == UNREAD:
+            self._lost += 1
+        self._events.append(event)
+        if len(self._events) == 1:
+            self._changes.notify_all()
+
+    def close(self) -> None:
+        self._closed = True
+        self._changes.notify_all()
+
+    async def wait(self) -> None:
+        await self._changes.wait_for(lambda: bool(self._events) or self._closed)
+
+    def take(self) -> tuple[int, list[ServiceOutput]]:
+        lost, events = self._lost, list(self._events)
+        self._lost = 0
+        self._events.clear()
+        return lost, events
+
+
+def _wanted(service: str | None, replica: int | None) -> Callable[[str, int], bool]:
+    return lambda name, number: service in (None, name) and replica in (None, number)
