@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from http_fakes import FakeGroup
-from mainspring.core.state_machine import GroupState
+from mainspring.core.state_machine import GroupState, OrchestratorState
 from mainspring.http.app import health_app
 
 pytestmark = pytest.mark.anyio
@@ -38,6 +38,14 @@ async def test_it_loads_nothing_from_elsewhere_and_breaks_no_rule_of_its_policy(
     links = re.findall(r"(?:src|href|action)=[\"']([^\"']*)", html)
     assert all(link.startswith(("data:image/svg+xml,", "status", "metrics", "health/")) for link in links), links
     assert not re.search(r"\son[a-z]+=|\sstyle=|innerHTML|eval\(", html)
+
+
+async def test_it_knows_that_nothing_can_be_done_when_the_end_has_begun() -> None:
+    html = (await fetch()).text
+    (ends,) = re.findall(r"const ENDS = \[(.*)\];", html)
+    assert {GroupState.STOPPED, OrchestratorState.SHUTTING_DOWN, OrchestratorState.TERMINATED} == set(
+        re.findall(r'"([^"]*)"', ends)
+    )
 
 
 async def test_it_knows_the_phases_and_says_where_the_figures_are_without_scripts() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from collections.abc import Callable
 from contextlib import asynccontextmanager
@@ -240,6 +241,39 @@ def test_a_reader_that_follows_gets_each_line_once_and_is_told_what_it_was_too_s
         assert read[0] == (0, ["before"])
         assert (read[1][0], read[1][1][0], len(read[1][1])) == (2, "2", 1000)
         assert read[2:] == [(0, ["last"])]
+
+    run(main)
+
+
+def test_the_dashboard_reads_what_the_status_says_and_asks_for_routes_that_are_there(run: Run) -> None:
+    async def main() -> None:
+        async with client_of(World([spec("store"), spec("web", "store", replicas=2)])) as client:
+            await anyio.sleep(1)
+            status = (await client.get("/status")).json()
+            page = (await client.get("/")).text
+            script = page.partition("function treeOf(")[2]
+            functions = dict(re.findall(r"^function (\w+)(.*?)^}$", script, re.DOTALL | re.MULTILINE))
+            read = set(re.findall(r"\bstatus\.(\w+)", functions["showServices"] + functions["showOrchestrator"]))
+            assert {"services", "state"} <= read <= set(status)
+            service, replica = status["services"][1], status["services"][1]["replicas"][0]
+            read = set(re.findall(r"\bservice\.(\w+)", script))
+            assert {"name", "depends_on", "error"} <= read <= set(service), read - set(service)
+            read = set(re.findall(r"\b(?:replica|each|one)\.(\w+)", functions["showRow"] + functions["newRow"]))
+            assert {"number", "state", "error"} <= read <= {*replica, "usage"}, read - set(replica)
+            verbs = re.findall(r'\["(\w+)", (?=["r])', functions["newRow"])
+            acts = [f"/services/web/{verb}" for verb in verbs] + [
+                f"/{path}" for path in re.findall(r'post\("(\w+)', script)
+            ]
+            assert acts == [
+                "/services/web/start",
+                "/services/web/restart",
+                "/services/web/stop",
+                "/restart",
+                "/drain",
+                "/drain",
+            ]
+            for act in acts:
+                assert (await client.post(act)).status_code in (200, 202), act
 
     run(main)
 
