@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mainspring import __version__
+from mainspring.cli.control_verbs import control_app
 from mainspring.cli.dead_verbs import dead
 from mainspring.cli.schedule_verbs import schedules
 from mainspring.cli.times import ago, instant, seconds
@@ -25,6 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(control_app)
 app.add_typer(dead)
 app.add_typer(schedules)
 
@@ -474,6 +476,20 @@ def up(
         str, typer.Option(envvar="MAINSPRING_LOG_LEVEL", help="DEBUG, INFO, WARNING, ERROR or CRITICAL.")
     ] = "INFO",
     log_json: Annotated[bool, typer.Option("--log-json", help="Log JSON lines, the output of services too.")] = False,
+    health_port: Annotated[
+        int | None, typer.Option(min=0, max=65_535, help="Serve probes, the status and the dashboard here.")
+    ] = None,
+    health_host: Annotated[
+        str, typer.Option(envvar="MAINSPRING_HEALTH_HOST", help="Where to serve them: 0.0.0.0 in a container.")
+    ] = "127.0.0.1",
+    control: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH|none",
+            help="The socket that takes the commands of this user (`mainspring status`, `restart` and so on); default: one"
+            " that they find.",
+        ),
+    ] = None,
 ) -> int:
     """Run supervised services until a signal, or until all have ended.
 
@@ -483,7 +499,7 @@ def up(
     """
     from mainspring.cli.up import UpOptions, up_file
 
-    return up_file(UpOptions(file, validate, loop.value, log_level, log_json))
+    return up_file(UpOptions(file, validate, loop.value, log_level, log_json, health_host, health_port, control))
 
 
 @app.command(epilog="Example: `mainspring check app:group --grace 45 --longest 300`")

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mainspring.cli.user_errors import printable
 
 if TYPE_CHECKING:
-    from mainspring.cli.line_writer import LineWriter
     from mainspring.events import ServiceOutput
 
 _LEVELS = {
@@ -61,10 +60,17 @@ def _record(line: str) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
+class LineSink(Protocol):
+    """What lines are written to, such as a :class:`~mainspring.cli.line_writer.LineWriter`."""
+
+    def put(self, descriptor: int, line: str) -> None:
+        """Write a line, without its end, to a stream: 1 or 2."""
+
+
 class ServiceLines:
     """Writes :class:`~mainspring.events.ServiceOutput` to the stream that the process wrote to."""
 
-    def __init__(self, writer: LineWriter, *, as_json: bool, coloured: frozenset[int] = frozenset()) -> None:
+    def __init__(self, writer: LineSink, *, as_json: bool, coloured: frozenset[int] = frozenset()) -> None:
         self._writer = writer
         self._as_json = as_json
         self._coloured = coloured

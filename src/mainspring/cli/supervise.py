@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
+from mainspring.cli.control_socket import control_for
 from mainspring.cli.sources import SourceWatch
 from mainspring.cli.user_errors import WRONG_USE, say
 from mainspring.cli.worker_process import MARGIN, NUMBER, PROBLEM, directories_in
@@ -61,6 +62,7 @@ class Supervisor:
             shutdown=ShutdownSettings(timeout=LONGEST_STOP),
             spawner=ProcessSpawner(),
             stay_up=options.reload,
+            control=control_for(options.target, None, say),
         )
         for event, tell in (
             (ServiceProcessStarted, self._on_started),

@@ -7,11 +7,13 @@ import os
 import signal
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import anyio
 import typer
 
+from mainspring.cli.control_socket import control_for
 from mainspring.cli.early_signals import CommandSignals
 from mainspring.cli.line_writer import LineWriter
 from mainspring.cli.run import event_loop
@@ -21,6 +23,7 @@ from mainspring.cli.user_errors import UserError
 from mainspring.core.loggers import Logger
 from mainspring.errors import ConfigError, MainspringError
 from mainspring.events import ServiceOutput
+from mainspring.runtime.scope import DaemonScope
 from mainspring.services.config import read_config
 from mainspring.services.orchestrator import Orchestrator
 from mainspring.services.spawner import ProcessSpawner
@@ -43,6 +46,9 @@ class UpOptions:
     loop: str = "auto"
     log_level: str = "INFO"
     log_json: bool = False
+    health_host: str = "127.0.0.1"
+    health_port: int | None = None
+    control: str | None = None
 
 
 def up_file(options: UpOptions) -> int:
@@ -84,15 +90,18 @@ async def _run(options: UpOptions, config: OrchestratorConfig, writer: LineWrite
         period=config.period,
         shutdown=config.shutdown,
         spawner=ProcessSpawner(only_children=True),
+        health_host=options.health_host,
+        health_port=options.health_port,
+        control=control_for(Path(options.file).stem, options.control, _log.warning),
     )
     coloured = frozenset(each for each in (1, 2) if os.isatty(each) and "NO_COLOR" not in os.environ)
     lines = ServiceLines(writer, as_json=options.log_json, coloured=coloured)
     orchestrator.dispatcher.subscribe(ServiceOutput, lines)
     logs.subscribe(orchestrator.dispatcher)
-    async with anyio.create_task_group() as tasks:
-        await tasks.start(_reload_on_hangup, orchestrator, options.file, config)
+    async with DaemonScope("supervisor") as scope:
+        await scope.start(_reload_on_hangup, orchestrator, options.file, config, name="reload")
         report = await orchestrator.run()
-        tasks.cancel_scope.cancel()
+        scope.cancel()
     _log.log(logging.INFO if report.clean else logging.ERROR, "%s", report)
     return report
 
