@@ -7,7 +7,7 @@ import os
 import re
 import stat
 from collections.abc import Callable
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -155,7 +155,8 @@ def test_what_cannot_be_done_says_why(run: Run) -> None:
                 ("/services/web/stop?replica=7", 404, "service 'web' has replicas 1 to 1, and none 7"),
                 ("/services/bad/start?wait=900", 409, "service 'bad' does not run: "),
                 ("/services/web/restart?wait=soon", 400, "wait must be a number from 0 to 86400, not 'soon'"),
-                ("/services/web/restart?replica=-1", 400, "replica must be a number from 0 to 100000, not '-1'"),
+                ("/services/web/restart?replica=-1", 400, "replica must be a whole number from 0 to 100000, not '-1'"),
+                ("/services/web/restart?replica=1.5", 400, "replica must be a whole number"),
             ]:
                 answer = await client.post(path)
                 assert (answer.status_code, answer.text.startswith(text)) == (status, True), answer.text
@@ -211,9 +212,10 @@ def test_logs_are_the_last_lines_of_a_replica_a_service_or_all(run: Run) -> None
             assert await lines("/logs?lines=2") == ["line 599", "ä\x00"]
             assert await lines("/logs?lines=0") == []
             assert (await client.get("/services/nothing/logs")).status_code == 404
-            for _ in range(501):
+            assert (await client.get("/services/web/logs?replica=3&follow=1")).status_code == 404
+            for _ in range(301):
                 output.note(ServiceOutput("store", 1, "stdout", ""))
-            assert len(await lines("/services/store/logs?lines=10000")) == 500
+            assert len(await lines("/services/store/logs?lines=10000")) == 300
 
     run(main)
 
@@ -274,6 +276,38 @@ def test_the_dashboard_reads_what_the_status_says_and_asks_for_routes_that_are_t
             ]
             for act in acts:
                 assert (await client.post(act)).status_code in (200, 202), act
+
+    run(main)
+
+
+def test_a_reader_that_is_stuck_holds_at_most_a_mebibyte_of_long_lines(run: Run) -> None:
+    async def main() -> None:
+        output = RecentOutput()
+        output.note(ServiceOutput("web", 1, "stdout", "first"))
+        follower = output.follow(1)
+        async with aclosing(follower):
+            assert len((await anext(follower))[1]) == 1
+            for number in range(40):
+                output.note(ServiceOutput("web", 1, "stdout", f"{number:05}".ljust(65_536)))
+            lost, events = await anext(follower)
+            assert (lost, [event.line.strip() for event in events]) == (24, [f"{n:05}" for n in range(24, 40)])
+
+    run(main)
+
+
+def test_an_act_that_the_shutdown_overtakes_says_so(run: Run) -> None:
+    async def main() -> None:
+        world = World([spec("web", replicas=2)], {"web": SimulatedProgram(ready_in=8)})
+        async with client_of(world) as client, anyio.create_task_group() as tasks:
+            await anyio.sleep(20)
+
+            async def drain() -> None:
+                await anyio.sleep(5)
+                assert (await client.post("/drain")).status_code == 202
+
+            tasks.start_soon(drain)
+            answer = await client.post("/services/web/restart?wait=60")
+            assert (answer.status_code, answer.text) == (409, "service 'web.1' does not run: it was told to stop\n")
 
     run(main)
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from anyio.abc import ByteStream, TaskStatus
     from starlette.requests import Request
+    from starlette.types import Receive, Scope, Send
 
 pytestmark = [pytest.mark.anyio, pytest.mark.every_loop]
 
@@ -174,6 +175,32 @@ async def test_a_stream_without_an_end_is_cut_off_after_the_grace(caplog: pytest
         server.stop()
         assert b"HTTP/1.1 200" in await read_all(stream)
     assert loud(caplog) == []
+
+
+async def test_a_client_that_reads_nothing_of_a_long_answer_is_cut_off_after_the_grace() -> None:
+    asked, left = anyio.Event(), anyio.Event()
+
+    async def flood(_scope: Scope, _receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        asked.set()
+        for _ in range(100):
+            await send({"type": "http.response.body", "body": bytes(1_048_576), "more_body": True})
+
+    async def leave(stream: ByteStream) -> None:
+        await anyio.sleep(5)
+        left.set()
+        await stream.aclose()
+
+    async with anyio.create_task_group() as tasks:
+        async with serving(flood, grace=0.02) as server:
+            stream = await connect(server)
+            tasks.start_soon(leave, stream)
+            await stream.send(b"GET /flood HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            await asked.wait()
+            await anyio.sleep(0.1)  # until the buffers are full
+        tasks.cancel_scope.cancel()
+    await stream.aclose()
+    assert not left.is_set(), "it ended when the client had left"
 
 
 def loud(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -7,6 +7,8 @@ only what it does for a connection is used: accepting and ending are done here.
 from __future__ import annotations
 
 import logging
+import socket
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, cast
 
 import anyio
@@ -17,8 +19,7 @@ from mainspring.http.connections import Connections, accept_all, log, quiet_stor
 from mainspring.runtime.scope import lone_error
 
 if TYPE_CHECKING:
-    import socket
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable
 
     from starlette.types import ASGIApp
 
@@ -50,8 +51,8 @@ async def serve(
     config.keep_alive_timeout = head_timeout
     context = WorkerContext(None)
 
-    async def answer(stream: SocketStream) -> None:
-        with anyio.CancelScope() as scope:
+    async def answer(stream: SocketStream, accepted: socket.socket) -> None:
+        async with _scope_of(accepted) as scope:
             entry = connections.open(scope.cancel)
             async with stream:
                 if entry is None:
@@ -68,7 +69,7 @@ async def serve(
             async with config.log, anyio.create_task_group() as requests:
 
                 async def connected(accepted: socket.socket) -> None:
-                    requests.start_soon(answer, await SocketStream.from_socket(accepted))
+                    requests.start_soon(answer, await SocketStream.from_socket(accepted), accepted)
 
                 async with anyio.create_task_group() as accepting:
                     accepting.start_soon(accept_all, sock, connected, connections)
@@ -81,6 +82,25 @@ async def serve(
     except BaseExceptionGroup as group:
         lone = lone_error(group)
         raise lone from lone.__cause__
+
+
+@asynccontextmanager
+async def _scope_of(accepted: socket.socket) -> AsyncIterator[anyio.CancelScope]:
+    """Hold a scope for a connection. Cancelled, it also ends what anycorn shields: a send to a client that does not read."""
+
+    async def shut_down() -> None:
+        try:
+            await anyio.sleep_forever()
+        finally:
+            with suppress(OSError):  # it is closed
+                accepted.shutdown(socket.SHUT_RDWR)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(shut_down)
+        try:
+            yield tasks.cancel_scope
+        finally:
+            tasks.cancel_scope.cancel()
 
 
 def _quiet_logger() -> logging.Logger:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import aclosing
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from starlette.applications import Starlette
 from starlette.responses import Response, StreamingResponse
@@ -44,6 +44,7 @@ ACT_TIMEOUT = 10.0
 """Seconds that a request waits for what it has asked for, by default. It goes on after that."""
 MAX_WAIT = 86_400.0
 LINES = 100
+_N = TypeVar("_N", int, float)
 _JSON_LINES = "application/x-ndjson"
 
 
@@ -124,23 +125,24 @@ class _OperationRequest(NamedTuple):
         query = request.query_params
         return _OperationRequest(
             service=request.path_params.get("service"),
-            replica=int(_number(query, "replica", 1, 100_000)) if "replica" in query else None,
-            wait=_number(query, "wait", ACT_TIMEOUT, MAX_WAIT),
-            lines=int(_number(query, "lines", LINES, 1_000_000)),
+            replica=_number(query, "replica", int, 0, 100_000) if "replica" in query else None,
+            wait=_number(query, "wait", float, ACT_TIMEOUT, MAX_WAIT),
+            lines=_number(query, "lines", int, LINES, 1_000_000),
             follow=query.get("follow", "0") not in ("0", "false", ""),
         )
 
 
-def _number(query: Any, name: str, default: float, most: float) -> float:
+def _number(query: Any, name: str, kind: type[_N], default: _N, most: _N) -> _N:
     said = query.get(name)
     if said is None:
         return default
     try:
-        number = float(said)
+        number = kind(said)
     except ValueError:
-        number = -1.0
+        number = kind(-1)
     if not 0 <= number <= most:
-        raise InvalidParameterError(f"{name} must be a number from 0 to {most:g}, not {said!r:.100}")
+        what = "whole number" if kind is int else "number"
+        raise InvalidParameterError(f"{name} must be a {what} from 0 to {most:.0f}, not {said!r:.100}")
     return number
 
 
@@ -181,8 +183,11 @@ class _OrchestratorViews:
 
     async def logs(self, request: Request) -> Response:
         said = _OperationRequest.of(request)
-        if said.service is not None and all(each.name != said.service for each in self._source.status().services):
+        replicas = {each.name: [one.number for one in each.replicas] for each in self._source.status().services}
+        if said.service is not None and said.service not in replicas:
             return line_response(f"{said.service!r} is no service of {self._source.name!r}", 404)
+        if said.service is not None and said.replica is not None and said.replica not in replicas[said.service]:
+            return line_response(f"service {said.service!r} has no replica {said.replica}", 404)
         where = said.lines, said.service, said.replica
         if said.follow:
             return _LineStream(self._output.follow(*where))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from heapq import merge
-from itertools import count
+from itertools import count, islice
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
@@ -15,15 +15,16 @@ if TYPE_CHECKING:
 
     from mainspring.events import ServiceOutput
 
-LINES = 500
+LINES = 300
 CHARACTERS = 65_536
-"""Limits of what is kept of the output of a replica."""
-UNREAD = 1000
-"""Lines that a reader may be behind."""
+"""Limits of what is kept of the output of a replica. With 200 chatty services that is about 25 MiB."""
+UNREAD_LINES = 1000
+UNREAD_CHARACTERS = 1_048_576
+"""Limits of what a reader may be behind."""
 
 
 class RecentOutput:
-    """Keeps the last 500 lines of each replica, 65,536 characters at most. Subscribe :meth:`note` to :class:`ServiceOutput`."""
+    """Keeps the last 300 lines of each replica, 65,536 characters at most. Subscribe :meth:`note` to :class:`ServiceOutput`."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[str, int], _LastLines] = {}
@@ -36,7 +37,7 @@ class RecentOutput:
         key = event.service, event.replica
         kept = self._kept.get(key)
         if kept is None:
-            kept = self._kept[key] = _LastLines()
+            kept = self._kept[key] = _LastLines(LINES, CHARACTERS)
         kept.add(next(self._numbers), event)
         for reader in self._readers:
             reader.put(event)
@@ -49,18 +50,18 @@ class RecentOutput:
 
     def last(self, lines: int, service: str | None = None, replica: int | None = None) -> list[ServiceOutput]:
         """Return the last lines of a replica, of a service, or of all, in the order in which they were read."""
-        if not lines:
-            return []
         wanted = _wanted(service, replica)
-        found = [kept.numbered for (name, number), kept in self._kept.items() if wanted(name, number)]
-        return [event for _, event in merge(*found, key=itemgetter(0))][-lines:]
+        found = [reversed(kept.numbered) for (name, number), kept in self._kept.items() if wanted(name, number)]
+        newest = islice(merge(*found, key=itemgetter(0), reverse=True), lines)
+        return [event for _, event in newest][::-1]
 
     async def follow(
         self, lines: int, service: str | None = None, replica: int | None = None
     ) -> AsyncGenerator[tuple[int, list[ServiceOutput]]]:
         """Yield the last lines, and then what is new, until :meth:`close`: how many lines were lost before, and the lines.
 
-        A reader that is more than 1,000 lines behind loses the oldest of them. Close the generator to end it.
+        A reader that is more than 1,000 lines behind, or 1,048,576 characters, loses the oldest of them. Close the generator
+        to end it.
         """
         reader = _Reader(_wanted(service, replica))
         for event in self.last(lines, service, replica):
@@ -79,20 +80,26 @@ class RecentOutput:
 
 
 class _LastLines:
-    """The last lines of one replica, with their numbers."""
+    """The last lines of what is added, with their numbers: at most ``lines`` lines and ``characters`` characters."""
 
-    __slots__ = ("_characters", "numbered")
+    __slots__ = ("_characters", "_limits", "numbered")
 
-    def __init__(self) -> None:
+    def __init__(self, lines: int, characters: int) -> None:
         self.numbered: deque[tuple[int, ServiceOutput]] = deque()
+        self._limits = lines, characters
         self._characters = 0
 
-    def add(self, number: int, event: ServiceOutput) -> None:
+    def add(self, number: int, event: ServiceOutput) -> int:
+        """Add a line. Return how many had to go."""
         self.numbered.append((number, event))
         self._characters += len(event.line)
-        while len(self.numbered) > LINES or self._characters > CHARACTERS:
+        lines, characters = self._limits
+        lost = 0
+        while len(self.numbered) > lines or self._characters > characters:
             _, oldest = self.numbered.popleft()
             self._characters -= len(oldest.line)
+            lost += 1
+        return lost
 
 
 class _Reader:
@@ -100,22 +107,20 @@ class _Reader:
 
     def __init__(self, wanted: Callable[[str, int], bool]) -> None:
         self._wanted = wanted
-        self._events: deque[ServiceOutput] = deque(maxlen=UNREAD)
+        self._unread = _LastLines(UNREAD_LINES, UNREAD_CHARACTERS)
         self._lost = 0
         self._closed = False
         self._changes = ConditionVariable()
 
     @property
     def finished(self) -> bool:
-        return self._closed and not self._events
+        return self._closed and not self._unread.numbered
 
     def put(self, event: ServiceOutput) -> None:
         if not self._wanted(event.service, event.replica):
             return
-        if len(self._events) == UNREAD:
-            self._lost += 1
-        self._events.append(event)
-        if len(self._events) == 1:
+        self._lost += self._unread.add(0, event)
+        if len(self._unread.numbered) == 1:
             self._changes.notify_all()
 
     def close(self) -> None:
@@ -123,13 +128,12 @@ class _Reader:
         self._changes.notify_all()
 
     async def wait(self) -> None:
-        await self._changes.wait_for(lambda: bool(self._events) or self._closed)
+        await self._changes.wait_for(lambda: bool(self._unread.numbered) or self._closed)
 
     def take(self) -> tuple[int, list[ServiceOutput]]:
-        lost, events = self._lost, list(self._events)
-        self._lost = 0
-        self._events.clear()
-        return lost, events
+        lost, unread = self._lost, self._unread
+        self._lost, self._unread = 0, _LastLines(UNREAD_LINES, UNREAD_CHARACTERS)
+        return lost, [event for _, event in unread.numbered]
 
 
 def _wanted(service: str | None, replica: int | None) -> Callable[[str, int], bool]:
