@@ -104,18 +104,18 @@ def test_a_directory_that_others_can_write_to_is_not_trusted(place: Path) -> Non
     assert "is no directory" in only_line(run("status", cwd=place).stderr)
 
 
-def answering(status: int, body: bytes, kind: str = "application/json") -> Iterator[tuple[str, list[str | None]]]:
-    """Serve one answer to everything. Yield the URL and the credentials that came."""
+def answering(status: int, body: bytes | dict[str, bytes]) -> Iterator[tuple[str, list[str | None]]]:
+    """Serve one answer to everything, or one to each path. Yield the URL and the credentials that came."""
     seen: list[str | None] = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             seen.append(self.headers["Authorization"])
             self.send_response(status)
-            self.send_header("content-type", kind)
-            self.send_header("content-length", str(len(body)))
+            content = body if isinstance(body, bytes) else body[self.path.partition("?")[0]]
+            self.send_header("content-length", str(len(content)))
             self.end_headers()
-            self.wfile.write(body)
+            self.wfile.write(content)
 
         def log_message(self, *_: object) -> None:
             pass
@@ -352,16 +352,15 @@ def test_a_follower_whose_reader_leaves_ends_in_silence(place: Path, up: Command
     assert up.process.poll() is None
 
 
-@pytest.mark.slow
 def test_lost_lines_are_named(place: Path) -> None:
-    flood = "services: {flood: {command: [sh, -c, 'while :; do echo line; done']}}"
-    (place / "services.yaml").write_text(flood, encoding="utf-8")
-    with started("up", "services.yaml", cwd=place) as up:
-        up.process.stdout.close()  # type: ignore[union-attr]
-        wait_until(lambda: bool(sockets()))
-        with started("logs", "--follow", cwd=place) as follow:
-            wait_until(lambda: "lines came too fast" in follow.text or not follow.process.stdout.readline())  # type: ignore[union-attr]
-            assert "lines came too fast" in follow.text
+    status = b'{"kind": "orchestrator", "name": "app", "services": []}'
+    line = b'{"time": "2026-01-01T00:00:00+00:00", "service": "web", "replica": 1, "stream": "stdout", "line": "half\\u001b"}'
+    for url, _ in answering(200, {"/status": status, "/logs": b'{"lost": 7}\n' + line + b"\n"}):
+        ended = run("logs", "--url", url, cwd=place)
+        assert (ended.returncode, ended.stdout) == (0, "web.1 | half\x1b\n")
+        assert "7 lines came too fast" in only_line(ended.stderr)
+        ended = run("logs", "--json", "--url", url, cwd=place)
+        assert [json.loads(each).get("lost") for each in ended.stdout.splitlines()] == [7, None]
 
 
 @pytest.mark.slow

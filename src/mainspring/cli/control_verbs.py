@@ -107,3 +107,19 @@ def drain(
     from mainspring.cli.control_acts import drain as drain_server
 
     return drain_server(url, wait, as_json)
+
+
+@control_app.command(epilog="Example: `mainspring top --interval 5s`")
+def top(
+    url: _Url = None,
+    interval: Annotated[
+        float, typer.Option(metavar="TIME", parser=seconds, help="How often to ask.", show_default="1s")
+    ] = 1.0,
+) -> int:
+    """Show the services of a supervisor, or the loops of a group, live, and act on them.
+
+    Keys: arrows or j and k select, r restarts, s starts, x stops (after a y), l shows the last lines, q ends.
+    """
+    from mainspring.cli.top import show_top
+
+    return show_top(url, interval)
