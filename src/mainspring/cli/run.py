@@ -17,7 +17,7 @@ from mainspring.cli.early_signals import CommandSignals, Interrupted
 from mainspring.cli.sources import loaded_directories
 from mainspring.cli.target import load_group
 from mainspring.cli.user_errors import FAILED, WRONG_USE, UserError, say
-from mainspring.cli.worker_process import WorkerProcess
+from mainspring.cli.worker_process import MessageBudget, WorkerProcess
 from mainspring.core.loggers import Logger
 from mainspring.core.state_machine import GroupState
 from mainspring.errors import MainspringError
@@ -53,25 +53,23 @@ class RunOptions:
             command += ["--health-port", str(self.health_port)]
         if self.health_host is not None:
             command += ["--health-host", self.health_host]
-        if self.max_messages_per_process is not None:
-            command += ["--max-messages-per-process", str(self.max_messages_per_process)]
         return command
 
 
 def run_target(options: RunOptions) -> int:
     """Run until the end. Return the exit status of the process."""
     early = CommandSignals.install()
-    worker = WorkerProcess.from_environment()
+    worker, budget = WorkerProcess.from_environment(), MessageBudget.from_environment()
     tag = str(worker) if worker is not None else ""
     # Before the user's module, which may have other wishes.
     logs.configure(options.log_level, json=options.log_json, tag=tag)
-    if options.processes > 1 or options.reload or (options.max_messages_per_process is not None and worker is None):
+    if options.processes > 1 or options.reload or options.max_messages_per_process is not None:
         from mainspring.cli.supervise import Supervisor
 
         event_loop(options.loop)  # a missing one is said here, once
         return anyio.run(lambda: Supervisor(options).run())
     try:
-        return _run_group(options, early, worker)
+        return _run_group(options, early, worker, budget)
     except UserError as problem:
         if worker is None:
             raise
@@ -89,7 +87,9 @@ def event_loop(name: str) -> tuple[str, dict[str, Any]]:
     return ("trio", {}) if name == "trio" else ("asyncio", {"use_uvloop": name == "uvloop"})
 
 
-def _run_group(options: RunOptions, early: CommandSignals, worker: WorkerProcess | None) -> int:
+def _run_group(
+    options: RunOptions, early: CommandSignals, worker: WorkerProcess | None, budget: MessageBudget | None
+) -> int:
     backend, backend_options = event_loop(options.loop)
     try:
         with early.interrupting():
@@ -104,10 +104,10 @@ def _run_group(options: RunOptions, early: CommandSignals, worker: WorkerProcess
     if worker is not None:
         worker.tell_longest_stop(group.settings.stop_within)
         worker.tell_directories(loaded_directories())
-        if options.max_messages_per_process is not None:
-            _tell_when_used_up(group, worker, options.max_messages_per_process)
         if worker.number == 2:  # where there are several, and once for all of them
             _warn_of_own_mailboxes(group)
+    if budget is not None:
+        _tell_when_used_up(group, budget)
     try:
         report: ShutdownReport = anyio.run(
             partial(group.run, install_signals=True), backend=backend, backend_options=backend_options
@@ -126,13 +126,13 @@ def _run_group(options: RunOptions, early: CommandSignals, worker: WorkerProcess
     return report.exit_status
 
 
-def _tell_when_used_up(group: LoopGroup, worker: WorkerProcess, messages: int) -> None:
+def _tell_when_used_up(group: LoopGroup, budget: MessageBudget) -> None:
     """Tell the supervisor once this number of messages was handled."""
-    left = itertools.count(messages - 1, -1)
+    left = itertools.count(budget.messages - 1, -1)
 
     def count_handled(event: MessageFinished) -> None:
         if event.began and not next(left):
-            worker.tell_used_up()
+            budget.tell_used_up()
 
     group.dispatcher.subscribe(MessageFinished, count_handled)
 

@@ -29,7 +29,7 @@ from mainspring.services.orchestrator import Orchestrator
 from mainspring.services.process import USED_UP
 from mainspring.services.restarts import RestartType
 from mainspring.services.spawner import ProcessSpawner
-from mainspring.services.spec import Lifecycle, ServiceSpec, ShutdownSettings, StartupSettings
+from mainspring.services.spec import Lifecycle, Replacement, ServiceSpec, ShutdownSettings, StartupSettings
 from mainspring.validation import counted
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ class Supervisor:
             command=tuple(self._options.worker_command(sys.executable)),
             replicas=self._options.processes,
             environment={NUMBER: "{replica}"},
+            replace_after=Replacement(messages=self._options.max_messages_per_process),
             notify=True,
             restart=RestartType.TEMPORARY if self._options.reload else RestartType.PERMANENT,
             no_restart_statuses=frozenset({WRONG_USE}),

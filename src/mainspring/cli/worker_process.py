@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from mainspring.runtime.service_manager import service_manager
-from mainspring.services.process import DRAIN_TIMEOUT, FINISHED, USED_UP
+from mainspring.services.process import DRAIN_TIMEOUT, FINISHED, MAX_MESSAGES, USED_UP
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -54,13 +54,27 @@ class WorkerProcess:
         """Tell that its work is over."""
         self._manager.tell(**{FINISHED: 1})
 
-    def tell_used_up(self) -> None:
-        """Ask for another process in the place of this one."""
-        self._manager.tell(**{USED_UP: 1})
-
     def tell_directories(self, found: list[str]) -> None:
         """Tell in which directories its source files are."""
         self._manager.tell(**{DIRECTORIES: json.dumps(found)})
+
+
+class MessageBudget(NamedTuple):
+    """After how many handled messages this process is to be replaced, and the supervisor that is to hear of it."""
+
+    messages: int
+    manager: ServiceManager
+
+    @classmethod
+    def from_environment(cls) -> MessageBudget | None:
+        """Return what the supervisor has set (``replace_after: {messages: …}``), or None. What this process starts has none."""
+        text = os.environ.pop(MAX_MESSAGES, "")
+        manager = service_manager() if text.isascii() and text.isdigit() else None
+        return None if manager is None else cls(int(text), manager)
+
+    def tell_used_up(self) -> None:
+        """Ask for another process in the place of this one."""
+        self.manager.tell(**{USED_UP: 1})
 
 
 def directories_in(news: Mapping[str, str]) -> list[str]:

@@ -24,6 +24,8 @@ FINISHED = "X_MAINSPRING_FINISHED"
 """A notification that the work of a process is over: its end is no failure, and it is not started again."""
 USED_UP = "X_MAINSPRING_USED_UP"
 """A notification that a process asks to be replaced: it has handled its number of messages."""
+MAX_MESSAGES = "MAINSPRING_MAX_MESSAGES"
+"""The environment variable that says after how many handled messages a process is to send ``USED_UP``."""
 _MAX_DIGITS = 20
 """Digits of the greatest number of microseconds that a notification can mean: it has 64 bits."""
 DRAIN_TIMEOUT = "X_MAINSPRING_DRAIN_TIMEOUT"

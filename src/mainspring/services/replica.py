@@ -26,7 +26,7 @@ from mainspring.services.health import Health, HealthVerdict
 from mainspring.services.hooks import run_hooks
 from mainspring.services.life import Life
 from mainspring.services.probes import ask, of_replica
-from mainspring.services.process import ServiceProcess
+from mainspring.services.process import MAX_MESSAGES, ServiceProcess
 from mainspring.services.restarts import Escalate, RunEnd, StartAgain
 from mainspring.services.spawning import Launch, SpawnError
 from mainspring.services.spec import HookMoment
@@ -474,6 +474,8 @@ class Replica:
         environment |= {"MAINSPRING_SERVICE": spec.name, "MAINSPRING_REPLICA": str(self.number)}
         if self._socket is not None:
             environment["MAINSPRING_SOCKET"] = self._socket
+        if spec.replace_after.messages is not None and notify:
+            environment[MAX_MESSAGES] = str(spec.replace_after.messages)
         if self._listening and notify:
             environment["LISTEN_FDS"] = str(len(self._listening))
         environment |= {name: filled(value) for name, value in spec.environment.items()}

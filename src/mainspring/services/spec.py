@@ -259,8 +259,8 @@ class Hook:
 class Replacement:
     """When a process is replaced by a fresh one, drained first. None: never for this reason.
 
-    ``messages``: how many it has handled, by its own word. ``memory``: its resident bytes, ``age``: seconds since it became
-    ready.
+    ``messages``: how many it has handled, by its own word: ``mainspring run`` counts them. ``memory``: its resident bytes,
+    ``age``: seconds since it became ready.
     """
 
     messages: int | None = None
