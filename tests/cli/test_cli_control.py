@@ -337,6 +337,24 @@ def test_logs_print_the_last_lines_and_follow(place: Path, up: Command) -> None:
 
 
 @pytest.mark.slow
+def test_what_waits_for_a_supervisor_that_is_killed_says_so(place: Path) -> None:
+    stubborn = (
+        "services: {web: {command: [sh, -c, 'trap \"\" TERM; echo on; while :; do sleep 0.1; done'], ready_line: on}}"
+    )
+    (place / "services.yaml").write_text(stubborn, encoding="utf-8")
+    with started("up", "services.yaml", cwd=place) as up:
+        up.expect("mainspring: running")
+        with started("logs", "--follow", cwd=place) as follow, started("restart", "web", cwd=place) as restart:
+            up.expect("restart of service 'web' was requested")
+            assert follow.process.stdout is not None
+            follow.process.stdout.readline()
+            up.send(signal.SIGKILL)
+            assert (follow.wait(), restart.wait()) == (0, 1)
+            assert "Traceback" not in follow.text
+            assert "has closed the connection" in restart.lines[0]
+
+
+@pytest.mark.slow
 def test_a_follower_whose_reader_leaves_ends_in_silence(place: Path, up: Command) -> None:
     follow = subprocess.Popen(
         [*MAINSPRING, "logs", "--follow"], cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -401,6 +419,7 @@ def test_a_supervisor_that_does_not_answer_is_named(place: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(directory / "stuck.1.sock"))
         listener.listen(0)
+        listener.settimeout(PATIENCE)
         with started("status", cwd=place) as command:
             listener.accept()[0].close()  # the look whether it runs
             listener.accept()[0].close()  # the request

@@ -6,7 +6,6 @@ import os
 import re
 import socket
 import stat
-import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -52,7 +51,9 @@ def running_supervisors() -> list[str]:
     :raises UserError: a directory of sockets cannot be trusted.
     """
     found = []
-    for directory in _directories():
+    login = Path(f"/run/user/{os.getuid()}/mainspring")  # of a supervisor that was started in a session of this user
+    directories = _directories()
+    for directory in dict.fromkeys(directories if RUNTIME_DIRECTORY in os.environ else [*directories, login]):
         if directory.is_symlink() or directory.exists():
             _check_directory(directory)
             found += [str(path) for path in sorted(directory.glob("*.sock")) if _accepts(path)]
@@ -66,7 +67,7 @@ def _default_path(name: str) -> str:
         directory.mkdir(mode=0o700)
     _check_directory(directory)
     for left in directory.glob("*.sock"):
-        if not _accepts(left):
+        if not (_accepts(left) or _is_starting(left)):
             left.unlink(missing_ok=True)
     path = directory / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', name)[:_NAME_LENGTH]}.{os.getpid()}.sock"
     _check_length(str(path))
@@ -84,7 +85,7 @@ def _directories() -> list[Path]:
     if given := os.environ.get(RUNTIME_DIRECTORY):
         return [Path(os.path.abspath(given))]
     user = os.getuid()
-    shared = Path("/run/mainspring") if user == 0 else Path(tempfile.gettempdir(), f"mainspring-{user}")
+    shared = Path("/run/mainspring") if user == 0 else Path(f"/tmp/mainspring-{user}")  # noqa: S108 - checked
     own = os.environ.get("XDG_RUNTIME_DIR", "")
     if os.path.isabs(own) and os.path.isdir(own) and os.stat(own).st_uid == user:
         return [Path(own, "mainspring"), shared]
@@ -108,6 +109,12 @@ def _check_length(path: str) -> None:
         raise UserError(
             f"{path} has {length} bytes, and the path of a Unix socket has at most {PATH_BYTES}; choose a shorter one"
         )
+
+
+def _is_starting(path: Path) -> bool:
+    """True if the process that a socket is named after exists: it may be about to listen."""
+    _, _, pid = path.stem.rpartition(".")
+    return pid.isascii() and pid.isdigit() and os.path.exists(f"/proc/{pid}")
 
 
 def _accepts(path: Path) -> bool:
