@@ -97,6 +97,10 @@ if TYPE_CHECKING:
     from mainspring.runtime.scope import DaemonScope as DaemonScope
     from mainspring.runtime.shutdown_report import ShutdownReport as ShutdownReport
     from mainspring.runtime.signals import ShutdownCoordinator as ShutdownCoordinator
+    from mainspring.services.alerts import Alert as Alert
+    from mainspring.services.alerts import AlertCommand as AlertCommand
+    from mainspring.services.alerts import AlertKind as AlertKind
+    from mainspring.services.alerts import Webhook as Webhook
     from mainspring.services.orchestrator import Orchestrator as Orchestrator
     from mainspring.services.report import OrchestratorReport as OrchestratorReport
     from mainspring.services.restarts import RestartType as RestartType
@@ -224,6 +228,7 @@ _HOMES = {
     "state.session.snapshot": ("Snapshot",),
     "runtime.signals": ("ShutdownCoordinator",),
     "core.state_machine": ("OrchestratorState", "ServiceState"),
+    "services.alerts": ("Alert", "AlertCommand", "AlertKind", "Webhook"),
     "services.orchestrator": ("Orchestrator",),
     "services.report": ("OrchestratorReport",),
     "services.restarts": ("RestartType",),

@@ -362,6 +362,42 @@ class ServiceGivenUp(Event):
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
+class RestartsExceeded(Event):
+    """All services together were restarted more than ``most`` times within ``period`` seconds, which ends them all.
+
+    ``service`` and ``replica``: what had ended last.
+    """
+
+    service: str
+    replica: int
+    most: int
+    period: float
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class AlertSent(Event):
+    """An alert has reached a target. ``kind``: what it is about, as ``"service given up"``."""
+
+    target: str
+    kind: str
+    service: str
+    replica: int
+    alert_id: str
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class AlertFailed(Event):
+    """An alert has not reached a target, and is not tried again; ``error`` says why. Otherwise as :class:`AlertSent`."""
+
+    target: str
+    kind: str
+    service: str
+    replica: int
+    alert_id: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class ProbeChanged(Event):
     """The probe of a replica has changed its answer: ``error`` is None where it passes."""
 

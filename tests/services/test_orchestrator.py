@@ -65,7 +65,10 @@ def test_a_core_service_that_is_given_up_ends_the_whole(run: Run) -> None:
         report = await world.run()
         assert world.began("web") == [0, 2, 5, 10]
         assert report.exit_status == 1
-        assert report.failure == "service 'web' was given up: it has been restarted 3 times in a row"
+        assert (
+            report.failure
+            == "service 'web' was given up: it has been restarted 3 times in a row; the last time: exit status 3"
+        )
         assert "web: crashed" in str(report)
         assert [each.service for each in world.events if isinstance(each, ServiceGivenUp)] == ["web"]
         assert world.ended("store") == [11]

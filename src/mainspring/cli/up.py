@@ -90,6 +90,7 @@ async def _run(options: UpOptions, config: OrchestratorConfig, writer: LineWrite
         period=config.period,
         shutdown=config.shutdown,
         spawner=ProcessSpawner(only_children=True),
+        alerts=config.alerts,
         health_host=options.health_host,
         health_port=options.health_port,
         control=control_for(Path(options.file).stem, options.control, _log.warning),

@@ -15,7 +15,7 @@ The moving parts, lowest first:
 - ``listening``: the sockets that the supervisor holds for services across their restarts.
 - ``orchestrator``: the face: signals, the state of the whole, what one's failure means for all, and the end. ``operations`` is
   what an operator does to services that run. ``status``, ``report`` and ``recent_output`` are what it tells; ``http`` serves
-  them. ``notify`` tells the service manager of the process.
+  them. ``notify`` tells the service manager of the process, and ``alerts`` whom an operator wants to be told.
 
 States. A replica is Initializing (its hooks run, its process is being started), Starting (the process runs and is not
 ready), Running, Degraded (it works and fails its probe), Restarting (its process has ended, or is being ended, for another

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
     from pydantic.fields import FieldInfo
 
+    from mainspring.services.alerts import AlertCommand, Webhook
     from mainspring.services.config_keys import LifecycleKeys, ServiceKeys
     from mainspring.services.yaml_tree import Path as KeyPath
     from mainspring.services.yaml_tree import Tree
@@ -66,6 +67,7 @@ class OrchestratorConfig:
     max_restarts: int | None = None
     period: float = 60.0
     shutdown: ShutdownSettings = field(default_factory=ShutdownSettings)
+    alerts: tuple[Webhook | AlertCommand, ...] = ()
 
 
 def read_config(path: str | os.PathLike[str], *, environment: Mapping[str, str] | None = None) -> OrchestratorConfig:
@@ -298,6 +300,7 @@ class _Builder:
             max_restarts=settings.max_restarts,
             period=settings.period,
             shutdown=base.shutdown,
+            alerts=tuple(settings.alerts),  # type: ignore[arg-type]
         )
 
     def _spec(self, name: str, said: ServiceKeys) -> ServiceSpec | None:

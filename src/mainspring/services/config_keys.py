@@ -15,6 +15,7 @@ from typing_extensions import TypedDict, is_typeddict
 
 from mainspring.policies import Jitter
 from mainspring.services import config_values as values
+from mainspring.services.alerts import AlertCommand, Webhook
 from mainspring.services.config_values import (
     Command,
     Count,
@@ -288,6 +289,44 @@ class ServiceKeys(TypedDict, total=False):
     replace_after: Annotated[ReplacementKeys, Mapped, AfterValidator(lambda said: Replacement(**said))]
 
 
+# ------------------------------------------------------------------------------------------------------------- alerts
+
+_ALERTS = "a mapping with webhook or command"
+
+
+@with_config(_STRICT)
+class AlertKeys(TypedDict, total=False):
+    """One of ``alerts``."""
+
+    webhook: Filled
+    headers: Annotated[dict[str, Text], Mapped]
+    command: Command
+    timeout: DurationAboveZero
+
+
+def _alert_mapping(value: object) -> object:
+    if not isinstance(value, dict):
+        raise WrongValueError(f"{values.shown(value)} is no mapping", _ALERTS)
+    return value
+
+
+def _alert(said: AlertKeys) -> Webhook | AlertCommand:
+    timeout = said.get("timeout", 10.0)
+    if ("webhook" in said) is ("command" in said):
+        both = "webhook and command stand together" if "webhook" in said else "it names no target"
+        raise WrongValueError(both, _ALERTS)
+    if "command" in said:
+        if "headers" in said:
+            raise WrongValueError("a command has no headers", "headers with webhook")
+        return AlertCommand(tuple(said["command"]), timeout)
+    return values.by_constructor(lambda: Webhook(said["webhook"], said.get("headers", {}), timeout))
+
+
+AlertValue: TypeAlias = Annotated[AlertKeys, BeforeValidator(_alert_mapping), AfterValidator(_alert)]
+
+# ----------------------------------------------------------------------------------------------------------- the file
+
+
 class FileSettings(BaseSettings):
     """The keys at the top of a file."""
 
@@ -298,6 +337,7 @@ class FileSettings(BaseSettings):
     strategy: Annotated[Strategy, PlainValidator(lambda value: values.choice(value, Strategy))] = Strategy.ONE_FOR_ONE
     max_restarts: Annotated[int | None, PlainValidator(lambda value: values.whole(value, 0))] = None
     period: DurationAboveZero = 60.0
+    alerts: Annotated[list[AlertValue], Listed] = Field(default_factory=list)
 
 
 def keys_at(path: tuple[str | int, ...]) -> list[str]:

@@ -19,6 +19,7 @@ from mainspring.runtime.hard_exit import last_words
 from mainspring.runtime.scope import DaemonScope
 from mainspring.runtime.service_manager import without_manager
 from mainspring.runtime.signals import ShutdownCoordinator
+from mainspring.services.alerts import Alerts
 from mainspring.services.listening import SocketPlaces
 from mainspring.services.notify import OrchestratorNews, own_process
 from mainspring.services.operations import Operations
@@ -35,6 +36,7 @@ from mainspring.validation import is_number, is_whole
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from mainspring.services.alerts import AlertTarget
     from mainspring.services.managed_service import ManagedReplica
     from mainspring.services.spawning import Spawner
 
@@ -61,6 +63,8 @@ class Orchestrator:
     :param health_port: its port (0: any free one); None: no health server.
     :param control: the path of a Unix socket on which the same server takes the commands of this user, such as ``mainspring
         restart``; None: none. It needs no token.
+    :param alerts: what is told when a service is given up, or all are ended for too many restarts: each a
+        :class:`Webhook`, an :class:`AlertCommand` or an async function of an :class:`Alert`.
     :raises ConfigError: a value cannot work; the services depend on unknown ones, on each other, or have one name.
     """
 
@@ -79,6 +83,7 @@ class Orchestrator:
         health_host: str = "127.0.0.1",
         health_port: int | None = None,
         control: str | os.PathLike[str] | None = None,
+        alerts: Sequence[AlertTarget] = (),
     ) -> None:
         self.name = name
         self.dispatcher = Dispatcher() if dispatcher is None else dispatcher
@@ -91,6 +96,7 @@ class Orchestrator:
         self._health = None if health_port is None else (health_host, _port(health_port))
         self._control = None if control is None else os.fspath(control)
         self._health_url: str | None = None
+        self._alerts = Alerts(alerts, orchestrator=name, dispatcher=self.dispatcher)
         self._entry: Entry | None = None
         self._ended: AnywhereEvent | None = None
         self._reason: str | None = None
@@ -157,6 +163,7 @@ class Orchestrator:
                 places = stack.enter_context(SocketPlaces())
                 stack.callback(self._tree.sockets.keep_only, ())
                 spawner = await stack.enter_async_context(self._spawner)
+                await stack.enter_async_context(self._alerts.sending(spawner))
                 async with DaemonScope(f"services of {self.name}", timeout=0.0) as scope:
                     try:
                         await self._run_services(spawner, scope, places)

@@ -344,8 +344,8 @@ class Replica:
             return None
         status = 1 if process.end is None else process.end.status
         if isinstance(decision, Escalate):
-            self._dispatcher.dispatch(ServiceGivenUp(self.spec.name, self.number, decision.why, self.spec.core))
-            reason = decision.why if error is None else f"{decision.why}; the last time: {error}"
+            reason = decision.why if self.error is None else f"{decision.why}; the last time: {self.error}"
+            self._dispatcher.dispatch(ServiceGivenUp(self.spec.name, self.number, reason, self.spec.core))
             return ReplicaEnding(True, reason, status or 1)
         failed = bool(decision and decision.failed)
         return ReplicaEnding(failed, _how(process.end), status)

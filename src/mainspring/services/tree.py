@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from mainspring.events import ServiceGivenUp
+from mainspring.events import RestartsExceeded, ServiceGivenUp
 from mainspring.runtime.condition import ConditionVariable
 from mainspring.services.listening import ListeningSockets
 from mainspring.services.managed_service import ManagedReplica, ManagedService
@@ -181,6 +181,7 @@ class ServiceTree:
             return
         if self._intensity is not None and self._intensity.exceeded_by(anyio.current_time()):
             most, period = self._intensity.most, self._intensity.period
+            self._dispatcher.dispatch(RestartsExceeded(service.spec.name, managed.number, most, period))
             self._escalate(f"more than {most} restarts in {period:g} s; the last one was of {managed.name!r}")
             return
         names = self.order.restarted_with(service.spec.name, self._strategy)

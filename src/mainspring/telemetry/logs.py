@@ -161,6 +161,9 @@ def subscribe(dispatcher: events.Dispatcher) -> Callable[[], None]:
         events.ServiceProcessEnded: _process_ended,
         events.ServiceStartFailed: _start_failed,
         events.ServiceGivenUp: _given_up,
+        events.RestartsExceeded: _restarts_exceeded,
+        events.AlertSent: _alert_sent,
+        events.AlertFailed: _alert_failed,
         events.ProbeChanged: _probe,
         events.HookFailed: _hook_failed,
     }
@@ -305,6 +308,21 @@ def _start_failed(event: events.ServiceStartFailed) -> None:
 def _given_up(event: events.ServiceGivenUp) -> None:
     kind = "core service" if event.core else "optional service"
     _say(_service, logging.ERROR, event, f"given up ({kind}): {event.reason}")
+
+
+def _restarts_exceeded(event: events.RestartsExceeded) -> None:
+    text = (
+        f"ended, which makes more than {event.most} restarts of all services in {event.period:g} s; stopping them all"
+    )
+    _say(_service, logging.ERROR, event, text)
+
+
+def _alert_sent(event: events.AlertSent) -> None:
+    _say(_service, logging.INFO, event, f"alert ({event.kind}) was sent to {event.target}")
+
+
+def _alert_failed(event: events.AlertFailed) -> None:
+    _say(_service, logging.ERROR, event, f"alert ({event.kind}) did not reach {event.target}: {event.error}")
 
 
 def _probe(event: events.ProbeChanged) -> None:
