@@ -213,6 +213,7 @@ def test_logs_are_the_last_lines_of_a_replica_a_service_or_all(run: Run) -> None
             assert await lines("/logs?lines=0") == []
             assert (await client.get("/services/nothing/logs")).status_code == 404
             assert (await client.get("/services/web/logs?replica=3&follow=1")).status_code == 404
+            assert (await client.head("/logs?follow=1")).status_code == 200, "it ends"
             for _ in range(301):
                 output.note(ServiceOutput("store", 1, "stdout", ""))
             assert len(await lines("/services/store/logs?lines=10000")) == 300
@@ -261,7 +262,7 @@ def test_the_dashboard_reads_what_the_status_says_and_asks_for_routes_that_are_t
             read = set(re.findall(r"\bservice\.(\w+)", script))
             assert {"name", "depends_on", "error"} <= read <= set(service), read - set(service)
             read = set(re.findall(r"\b(?:replica|each|one)\.(\w+)", functions["showRow"] + functions["newRow"]))
-            assert {"number", "state", "error"} <= read <= {*replica, "usage"}, read - set(replica)
+            assert {"number", "state", "error"} <= read <= {*replica, "usage", "child"}, read - set(replica)
             verbs = re.findall(r'\["(\w+)", (?=["r])', functions["newRow"])
             acts = [f"/services/web/{verb}" for verb in verbs] + [
                 f"/{path}" for path in re.findall(r'post\("(\w+)', script)
@@ -360,6 +361,23 @@ async def test_a_client_that_leaves_a_stream_leaves_nothing_behind(tmp_path: Pat
                 async with client.stream("GET", "/services/web/logs?follow=1") as following:
                     orchestrator.dispatcher.dispatch(ServiceOutput("web", 1, "stdout", "hello"))
                     assert json.loads(await anext(following.aiter_lines()))["line"] == "hello"
+
+
+@pytest.mark.anyio
+async def test_what_was_asked_for_goes_on_when_the_client_leaves(tmp_path: Path) -> None:
+    path = tmp_path / "control.sock"
+    world = World([spec("web", replicas=2)], {"web": SimulatedProgram(ready_in=0.05)}, control=path)
+    async with world.running() as orchestrator:
+        while orchestrator.state is not OrchestratorState.RUNNING:
+            await anyio.sleep(0.01)
+        async with await anyio.connect_unix(path) as client:
+            await client.send(b"POST /restart HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            while len(world.spawner.of("web")) == 2:
+                await anyio.sleep(0.01)
+        with anyio.move_on_after(5):
+            while len(world.spawner.of("web")) < 4:
+                await anyio.sleep(0.01)
+        assert len(world.spawner.of("web")) == 4
 
 
 @pytest.mark.anyio

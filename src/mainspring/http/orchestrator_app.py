@@ -189,7 +189,7 @@ class _OrchestratorViews:
         if said.service is not None and said.replica is not None and said.replica not in replicas[said.service]:
             return line_response(f"service {said.service!r} has no replica {said.replica}", 404)
         where = said.lines, said.service, said.replica
-        if said.follow:
+        if said.follow and request.method == "GET":  # HEAD: a stream without a body would have no reader
             return _LineStream(self._output.follow(*where))
         return Response("".join(map(_as_line, self._output.last(*where))), media_type=_JSON_LINES)
 
