@@ -81,10 +81,9 @@ class System:
 
 
 class Mainspring(System):
-    """``mainspring up`` with a YAML file. Its log tells when all services run; a status command it has not yet."""
+    """``mainspring up`` with a YAML file. Its log tells when all services run."""
 
     title = "Mainspring"
-    answers = False
 
     def missing(self) -> str | None:
         help_text = self.run(sys.executable, "-m", "mainspring", "up", "--help")
@@ -113,7 +112,12 @@ class Mainspring(System):
         return said
 
     def command(self, home: Path) -> list[str]:
-        return [sys.executable, "-m", "mainspring", "up", str(home / "services.yaml")]
+        return [
+            sys.executable, "-m", "mainspring", "up", str(home / "services.yaml"), "--control", str(home / "control.sock"),
+        ]  # fmt: skip
+
+    def status(self, home: Path, names: list[str]) -> str:
+        return self.run(sys.executable, "-m", "mainspring", "status", "--url", f"unix:{home}/control.sock")
 
     def all_running(self, home: Path, names: list[str]) -> bool:
         return "mainspring: running (" in (home / "out").read_text(errors="replace")
