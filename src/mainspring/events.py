@@ -339,8 +339,8 @@ class ServiceProcessEnded(Event):
 class ServiceStartFailed(Event):
     """A process of a service could not be started, or has not become ready in time.
 
-    ``restart_in`` and ``restarts`` are as in :class:`ServiceProcessEnded`. ``status``: the exit status of the process; 1 if
-    there was none.
+    ``restart_in`` is as in :class:`ServiceProcessEnded`. ``restarts``: how many failed starts in a row are followed by another
+    one, this one counted if it is. ``status``: the exit status of the process; 1 if there was none.
     """
 
     service: str

@@ -205,15 +205,18 @@ class RestartPolicy:
             restarts = 0
         if restarts >= self.max_retries:
             return restarts, None
-        delay = backoff(
-            restarts + 1,
+        return restarts + 1, self.delay(restarts + 1, rng)
+
+    def delay(self, number: int, rng: Random) -> float:
+        """Return the seconds to wait before the restart of that number in a row, from 1."""
+        return backoff(
+            number,
             initial=self.initial_delay,
             maximum=self.max_delay,
             factor=self.backoff_factor,
             jitter=self.jitter,
             rng=rng,
         )
-        return restarts + 1, delay
 
 
 BURST_SECONDS = 0.01

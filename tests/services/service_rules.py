@@ -308,6 +308,7 @@ class _Counts:
     def on_state(self, at: float, event: ServiceStateChanged) -> None:
         if event.old is ServiceState.STARTING and event.new is ServiceState.RUNNING:
             self.ran_from = at
+            self.failures = 0
         elif event.old in (ServiceState.RUNNING, ServiceState.DEGRADED) and event.new not in (
             ServiceState.RUNNING,
             ServiceState.DEGRADED,
@@ -326,7 +327,6 @@ class _Counts:
             self.restarts = 0
         if self.restarts >= policy.max_retries:
             return None
-        self.failures = 0
         self.restarts += 1
         return self.restarts
 
@@ -359,10 +359,8 @@ def _restarts_are_counted(facts: Facts) -> Iterator[str]:
             number = count.after_start()
             if spec.restart is RestartType.TRANSIENT and event.error.startswith("exit status 0 "):
                 number = None
-            policy = spec.lifecycle.restart_policy
-            number = None if number is None else min(number, max(policy.max_retries, 1))
-        if number is not None and event.restarts != count.restarts + count.failures:
-            yield f"{name} says restart {event.restarts}, and it is {count.restarts} and {count.failures}"
+        if number is not None and event.restarts != number:
+            yield f"{name} says restart {event.restarts}, and it is {number}"
         if (number is None) != (event.restart_in is None):
             yield f"{name} is started again in {event.restart_in}, and by the policy it is restart {number}"
         elif number is not None and event.restart_in is not None:

@@ -238,6 +238,42 @@ def test_failures_to_start_and_failures_in_running_are_counted_apart() -> None:
     virtually(main)
 
 
+def test_an_end_tells_its_restarts_and_a_failed_start_the_failed_starts() -> None:
+    async def main() -> None:
+        program = turns(CRASHES, dies_at_once, dies_at_once, SimulatedProgram(lives=1, returncode=42))
+        async with playing(program, no_restart_statuses={42}) as play:
+            await play.end()
+            assert [event.restarts for _, event in play.of(ServiceProcessEnded)] == [1, 1]
+            assert [event.restarts for _, event in play.of(ServiceStartFailed)] == [1, 2]
+
+    virtually(main)
+
+
+def test_failed_starts_before_a_run_that_was_ready_are_over() -> None:
+    async def main() -> None:
+        program = turns(dies_at_once, dies_at_once, SimulatedProgram(), dies_at_once, SimulatedProgram())
+        async with playing(program) as play:
+            await anyio.sleep(60)
+            play.replica.request_restart("an operator wants it")
+            await anyio.sleep(60)
+            assert play.replica.ending is None
+            assert [event.restart_in for _, event in play.of(ServiceStartFailed)] == [1, 2, 1]
+
+    virtually(main)
+
+
+@pytest.mark.parametrize("most", [0, 1, 5])
+def test_the_delay_after_a_failed_start_does_not_depend_on_the_number_of_restarts(most: int) -> None:
+    async def main() -> None:
+        policy = RestartPolicy(max_retries=most, initial_delay=1, max_delay=3, jitter="none")
+        tries = lifecycle(startup=StartupSettings(max_retries=5), policy=policy)
+        async with playing(dies_at_once, lifecycle=tries) as play:
+            await play.end()
+            assert [event.restart_in for _, event in play.of(ServiceStartFailed)] == [1, 2, 3, 3, None]
+
+    virtually(main)
+
+
 @pytest.mark.parametrize(
     ("restart", "program", "again", "failed"),
     [

@@ -92,6 +92,7 @@ class Life:
     def _moved(self, transition: Transition[ServiceState]) -> None:
         if transition.old is ServiceState.STARTING and transition.new is ServiceState.RUNNING:
             self._up_since = transition.at
+            self.counts = self.counts._replace(start_failures=0)
         elif transition.new in (ServiceState.RESTARTING, ServiceState.STOPPED):
             self._up_since = None
         self._on_transition(transition)

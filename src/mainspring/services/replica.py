@@ -382,14 +382,14 @@ class Replica:
         service, number = self.spec.name, self.number
         self.error = error or self._unwell or (None if told else _how(process.end))
         status = 1 if process.end is None else process.end.status
-        restarts = self.life.counts.restarts + self.life.counts.start_failures
+        counts = self.life.counts
         if error is not None:
-            self._dispatcher.dispatch(ServiceStartFailed(service, number, error, delay, status, restarts))
+            self._dispatcher.dispatch(ServiceStartFailed(service, number, error, delay, status, counts.start_failures))
         elif process.spawned is not None:
             how = f"{_how(process.end)}: {self._unwell}" if self._unwell is not None else _how(process.end)
             self._dispatcher.dispatch(
                 ServiceProcessEnded(
-                    service, number, process.spawned.pid, how, status, delay, told=told, restarts=restarts
+                    service, number, process.spawned.pid, how, status, delay, told=told, restarts=counts.restarts
                 )
             )
 

@@ -83,8 +83,8 @@ def after_end(
 ) -> RestartDecision:
     """Decide what happens to a run that has ended and was not told to.
 
-    ``start_tries``: failed starts in a row after which it is given up; None: starts count as restarts do. ``never_after``: exit
-    statuses that mean "do not restart".
+    ``start_tries``: failed starts in a row after which it is given up, whatever number of restarts the policy has; its delays
+    hold for both. None: starts count as restarts do. ``never_after``: exit statuses that mean "do not restart".
     """
     if ended.status is not None and ended.status in never_after:
         return StayDown(failed=ended.failed)
@@ -96,8 +96,7 @@ def after_end(
         failures = counts.start_failures + 1
         if failures >= start_tries:
             return Escalate(f"it did not become ready in {start_tries} tries")
-        _, delay = policy.next_restart(min(failures - 1, max(policy.max_retries - 1, 0)), 0.0, rng)
-        return StartAgain(delay or 0.0, counts._replace(start_failures=failures))
+        return StartAgain(policy.delay(failures, rng), counts._replace(start_failures=failures))
     restarts, delay = policy.next_restart(counts.restarts, ended.well_for, rng)
     if delay is None:
         return Escalate(f"it has been restarted {restarts} times in a row")
