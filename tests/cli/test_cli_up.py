@@ -115,6 +115,7 @@ def test_a_reload_restarts_what_has_changed_and_a_bad_file_changes_nothing(tmp_p
         write(tmp_path, TWO.replace("web pid $$", "web pid $$ anew"))
         command.send(signal.SIGHUP)
         command.expect("services.yaml was read again: 2 services")
+        command.expect("services.yaml is in force")
         new = command.text[len(before) :]
         assert len(re.findall(r"web\.\d \| web pid \d+ anew", new)) == 2
         assert "store pid" not in new

@@ -9,6 +9,8 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -16,6 +18,7 @@ import pytest
 
 from mainspring import Context, InMemoryMailbox, LoopGroup, MainLoop
 from mainspring.core import process
+from mainspring.errors import ConfigError, ControlRefusedError
 from mainspring.runtime.service_manager import ServiceManager, service_manager
 from mainspring.services.orchestrator import Orchestrator
 from mainspring.services.spec import Lifecycle, ServiceSpec, ShutdownSettings
@@ -312,6 +315,51 @@ def test_an_orchestrator_says_ready_in_place_of_its_programs(
     for launch in (record.launch for record in spawner.records):
         assert "WATCHDOG_USEC" not in launch.environment
         assert launch.environment.get("NOTIFY_SOCKET") != manager.address
+
+
+@pytest.mark.parametrize("backend", ["trio", "asyncio"])
+def test_a_reload_is_told_from_its_begin_to_its_end_however_it_ends(
+    manager: Manager, environment: pytest.MonkeyPatch, backend: str
+) -> None:
+    environment.setenv("NOTIFY_SOCKET", manager.address)
+    web = ServiceSpec(name="web", command=("web",), notify=True)
+    orchestrator = Orchestrator([web], spawner=SimulatedSpawner({"web": SimulatedProgram(ready_in=3.0)}))
+    heard: list[list[dict[str, str]]] = []
+
+    async def act() -> None:
+        await anyio.sleep(1)
+        await orchestrator.reload([replace(web, ready_after=2)])
+        await anyio.sleep(1)
+        heard.append(manager.heard())
+        await orchestrator.reload(lambda: [replace(web, ready_after=4)])
+        heard.append(manager.heard())
+        with pytest.raises(ConfigError):
+            await orchestrator.reload([])
+        heard.append(manager.heard())
+        with anyio.move_on_after(1):
+            await orchestrator.reload([replace(web, ready_after=6)])
+        heard.append(manager.heard())
+        await anyio.sleep(10)
+        manager.heard()
+        orchestrator.request_shutdown("enough")
+        with suppress(ControlRefusedError):
+            await orchestrator.reload([web])
+
+    async def run() -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(act)
+            await orchestrator.run()
+
+    run_virtual(run, backend=backend)
+    assert [news for news in heard[0] if "RELOADING" in news or "READY" in news] == [
+        {"READY": "1", "STATUS": "ready: all core services have started"}
+    ], "it was not ready before"
+    for news, status in zip(heard[1:], ("running", "reload failed: ", "the reload was cancelled"), strict=True):
+        told = [each for each in news if "RELOADING" in each or "READY" in each]
+        assert [next(iter(each)) for each in told] == ["RELOADING", "READY"]
+        assert "MONOTONIC_USEC" in told[0]
+        assert told[1]["STATUS"].startswith(status)
+    assert not any("RELOADING" in news or "READY" in news for news in manager.heard()[1:]), "it stops"
 
 
 PROGRAM = """

@@ -31,8 +31,11 @@ from mainspring.telemetry import logs
 from mainspring.validation import counted
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from mainspring.services.config import OrchestratorConfig
     from mainspring.services.report import OrchestratorReport
+    from mainspring.services.spec import ServiceSpec
 
 _log = Logger("mainspring.service")
 
@@ -111,16 +114,21 @@ async def _reload_on_hangup(
     orchestrator: Orchestrator, path: str, config: OrchestratorConfig, *, task_status: anyio.abc.TaskStatus[None]
 ) -> None:
     """Read the file again at each SIGHUP. A file with faults changes nothing."""
+
+    def read() -> Sequence[ServiceSpec]:
+        new = read_config(path)
+        if replace(new, services=config.services) != config:
+            _log.warning("%s: only changes of services take effect without a restart of the supervisor", path)
+        _log.info("%s was read again: %s", path, _described(new))
+        return new.services
+
     with anyio.open_signal_receiver(signal.SIGHUP) as signals:
         task_status.started()
         async for _ in signals:
             try:
-                new = read_config(path)
-                if replace(new, services=config.services) != config:
-                    _log.warning("%s: only changes of services take effect without a restart of the supervisor", path)
-                await orchestrator.reload(new.services)
+                await orchestrator.reload(read)
             except MainspringError as error:
                 for line in str(error).splitlines():
                     _log.error("reload failed: %s", line)
             else:
-                _log.info("%s was read again: %s", path, _described(new))
+                _log.info("%s is in force", path)

@@ -101,6 +101,11 @@ class ManagedService:
         return bool(self.replicas) and all(managed.stop_asked for managed in self.replicas.values())
 
     @property
+    def kept_down(self) -> bool:
+        """True if it was told to stop, and not only for other replicas to take their place."""
+        return self.stopped and not self.changing
+
+    @property
     def up(self) -> bool:
         """True if a process of it may run."""
         return any(not managed.ended for managed in self.replicas.values())

@@ -28,15 +28,20 @@ class OrchestratorNews:
         self._manager = manager
         self._stop_within = stop_within
         self._reason = ""
+        self._up = False
+        """True from when it has said that it is ready until it stops: only then there is a reload to tell of."""
+        self._told_reload = False
 
     def reloading(self) -> None:
         """Say that the services are being specified anew."""
-        if self._manager is not None:
+        if self._manager is not None and self._up:
+            self._told_reload = True
             self._manager.reloading("reloading")
 
-    def reloaded(self, status: str = "") -> None:
+    def reloaded(self, status: str) -> None:
         """Say that this is over, however it went."""
-        if self._manager is not None:
+        if self._manager is not None and self._up and self._told_reload:
+            self._told_reload = False
             self._manager.ready(status)
 
     def on_request(self, event: ShutdownRequested) -> None:
@@ -48,8 +53,10 @@ class OrchestratorNews:
         if self._manager is None:
             return
         if event.new is OrchestratorState.READY:
+            self._up = True
             self._manager.ready("ready: all core services have started")
         elif event.new is OrchestratorState.SHUTTING_DOWN:
+            self._up = False
             self._manager.stopping(self._stop_within(), f"stopping: {self._reason}" if self._reason else "stopping")
         else:
             self._manager.tell(STATUS=str(event.new))

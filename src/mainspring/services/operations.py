@@ -53,7 +53,7 @@ class Operations:
     async def restart(self, name: str | None, number: int | None) -> None:
         """See :meth:`Orchestrator.restart`."""
         if name is None:
-            self._check_running()
+            self.check_running()
             for every in self._tree.order.names:
                 if not self._tree.services[every].stopped:
                     await self.restart(every, None)
@@ -74,11 +74,11 @@ class Operations:
         tree = self._tree
         order = Order(specs)
         async with self._changing:
-            self._check_running()
+            self.check_running()
             tree.sockets.open([*specs, *(spec for spec in tree.specs if spec.name not in order.names)])
             wanted = {spec.name: spec for spec in specs}
             await tree.bring_down(set(tree.services) - set(wanted))
-            self._check_running()
+            self.check_running()
             services = {name: tree.services.get(name) or ManagedService(spec) for name, spec in wanted.items()}
             fresh = [name for name in order.names if name not in tree.services]
             tree.order, tree.services = order, services
@@ -111,7 +111,7 @@ class Operations:
                 continue
             if managed is not None:
                 await self._stop_replica(managed)
-            self._check_running()
+            self.check_running()
             await self._until_ready(self._tree.start_replica(service, number), 1)
 
     # -------------------------------------------------------------------------------------------------------- one replica
@@ -119,7 +119,7 @@ class Operations:
     def _start_if_down(self, service: ManagedService, number: int) -> bool:
         if number in service.replicas and not service.replicas[number].ended:
             return False
-        self._check_running()
+        self.check_running()
         self._tree.start_replica(service, number)
         return True
 
@@ -147,7 +147,7 @@ class Operations:
         return list(range(1, service.spec.replicas + 1)) if number is None else [number]
 
     def _service(self, name: str, number: int | None) -> ManagedService:
-        self._check_running()
+        self.check_running()
         service = self._tree.services.get(name)
         if service is None:
             known = ", ".join(self._tree.services)
@@ -158,7 +158,11 @@ class Operations:
             )
         return service
 
-    def _check_running(self) -> None:
+    def check_running(self) -> None:
+        """Check that orders are taken.
+
+        :raises ControlRefusedError: none are, before the start and at the shutdown.
+        """
         if self._tree.closing or not self._tree.opened:
             why = "it is shutting down" if self._tree.closing else "it is not running"
             raise ControlRefusedError(f"orchestrator {self._name!r} takes no orders: {why}")

@@ -13,7 +13,7 @@ import anyio
 
 from mainspring.core.dispatcher import Dispatcher
 from mainspring.core.state_machine import ORCHESTRATOR, OrchestratorState, StateMachine, Transition
-from mainspring.errors import ConfigError, InvalidParameterError
+from mainspring.errors import ConfigError, InvalidParameterError, MainspringError
 from mainspring.events import OrchestratorStateChanged, ServiceOutput, ShutdownRequested
 from mainspring.runtime.hard_exit import last_words
 from mainspring.runtime.scope import DaemonScope
@@ -34,7 +34,7 @@ from mainspring.threads.entry import AnywhereEvent, Entry
 from mainspring.validation import is_number, is_whole
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from mainspring.services.alerts import AlertTarget
     from mainspring.services.managed_service import ManagedReplica
@@ -329,8 +329,11 @@ class Orchestrator:
         """
         await self._operations.restart(service, replica)
 
-    async def reload(self, services: Sequence[ServiceSpec]) -> None:
+    async def reload(self, services: Sequence[ServiceSpec] | Callable[[], Sequence[ServiceSpec]]) -> None:
         """Run these services from now on. Return when all that has changed runs.
+
+        A function is called for them, and what it raises is raised. A service manager hears of the reload from its begin to its
+        end, however it ends.
 
         Services that are no longer named are stopped, new ones are started, and those that have changed are restarted, one
         replica after the other. A change of ``replicas`` or ``depends_on`` alone restarts nothing.
@@ -339,7 +342,17 @@ class Orchestrator:
         :raises ServiceNotRunningError: a replica does not come to run as it is to be now. The replicas and services after it
             still run as before; :meth:`reload` takes up the rest.
         """
-        await self._operations.change(_checked(services))
+        self._operations.check_running()
+        self._news.reloading()
+        try:
+            await self._operations.change(_checked(services() if callable(services) else services))
+        except MainspringError as error:
+            self._news.reloaded(f"reload failed: {error}")
+            raise
+        except BaseException:
+            self._news.reloaded("the reload was cancelled")
+            raise
+        self._news.reloaded(str(self.state))
 
     # -------------------------------------------------------------------------------------------------------- requests
 

@@ -286,12 +286,12 @@ class ServiceTree:
     @property
     def core_started(self) -> bool:
         """True if each core service has become ready."""
-        return all(service.started for service in self.services.values() if service.spec.core and not service.stopped)
+        return all(service.started for service in self.services.values() if service.spec.core and not service.kept_down)
 
     @property
     def all_started(self) -> bool:
         """True if each service has become ready, or stays down."""
-        return all(service.started or service.failed for service in self.services.values() if not service.stopped)
+        return all(service.started or service.failed for service in self.services.values() if not service.kept_down)
 
     @property
     def all_well(self) -> bool:
