@@ -182,7 +182,8 @@ def test_a_command_finds_the_alert_in_its_arguments_and_its_environment(run: Run
 
 @pytest.mark.anyio
 @pytest.mark.own_time(3)
-async def test_a_webhook_is_a_post_that_is_tried_again_and_shows_no_secret() -> None:
+async def test_a_webhook_is_a_post_that_is_tried_again_and_shows_no_secret(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG")
     requests: list[bytes] = []
 
     async def serve(stream: anyio.abc.SocketStream) -> None:
@@ -199,6 +200,8 @@ async def test_a_webhook_is_a_post_that_is_tried_again_and_shows_no_secret() -> 
         tasks.start_soon(listener.serve, serve)
         port = listener.extra(anyio.abc.SocketAttribute.local_port)
         hook = Webhook(f"http://127.0.0.1:{port}/secret/path", {"X-Team": "ops"})
+        assert "secret" not in repr(hook)
+        assert "ops" not in repr(hook)
         world = World(
             [spec("bad", lifecycle=ONE_TRY, core=False)],
             {"bad": SimulatedProgram(ready_in=None, lives=0.0, returncode=3)},
@@ -216,6 +219,7 @@ async def test_a_webhook_is_a_post_that_is_tried_again_and_shows_no_secret() -> 
     (sent,) = outcomes(world)
     assert isinstance(sent, AlertSent)
     assert sent.target == "webhook 127.0.0.1"
+    assert "secret" not in caplog.text
 
 
 @pytest.mark.anyio
@@ -266,6 +270,9 @@ async def test_a_real_command_is_told_before_all_has_ended(tmp_path: Path) -> No
         (lambda: Webhook("http://[bad"), "url must be"),
         (lambda: Webhook("https://example.org", timeout=0), "timeout must be above 0 seconds, not 0"),
         (lambda: Webhook("https://example.org", {"a": 1}), "headers must be a mapping of texts to texts"),
+        (lambda: Webhook("https://example.org:port"), "url must be"),
+        (lambda: Webhook("https://example.org", {"X-Key": "1234\n"}), "header X-Key must be printable ASCII without"),
+        (lambda: Webhook("https://example.org", {"X Key": "1"}), "the name of a header must be letters, digits"),
         (lambda: AlertCommand(()), "command must name a program"),
         (lambda: AlertCommand("page me"), "command must be a list of strings"),
         (lambda: World([spec("web")], alerts=[print]), "alerts takes Webhook, AlertCommand and async functions"),

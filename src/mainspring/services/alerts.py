@@ -7,11 +7,14 @@ so that a target which hangs keeps no other waiting, and no service.
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
 import socket
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import datetime  # noqa: TC003 - users resolve the annotations
 from enum import StrEnum
@@ -52,6 +55,9 @@ TRIES = 6
 WAITING = 100
 """Alerts that wait for one target, at most: the oldest gives way."""
 _PASSING = frozenset({408, 425, 429})
+_HEADER_NAME = r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
+_HEADER_VALUE = r"(?:[!-~](?:[ \t!-~]*[!-~])?)?"
+_posting: ContextVar[bool] = ContextVar("posting", default=False)
 
 
 class AlertKind(StrEnum):
@@ -99,18 +105,20 @@ class Webhook:
     """A POST of the alert as JSON (:meth:`Alert.as_dict`), its id also in the header ``X-Mainspring-Alert``.
 
     An answer with status 2xx is success. Other answers, and none within ``timeout`` seconds, are tried again, but not a status
-    4xx other than 408, 425 and 429. It needs the extra ``alerts``. Only the host of the URL is shown anywhere.
+    4xx other than 408, 425 and 429. It needs the extra ``alerts``. Logs, errors and events show
+    only the host of the URL, and no header.
 
-    :raises ConfigError: the URL is none of http or https, or the extra is missing.
+    :raises ConfigError: the URL is none of http or https, a header cannot be sent, or the extra is missing.
     """
 
-    url: str
-    headers: Mapping[str, str] = field(default_factory=dict)
+    url: str = field(repr=False)
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     timeout: float = 10.0
 
     def __post_init__(self) -> None:
         try:
-            usable = urlsplit(self.url).scheme in ("http", "https") and bool(urlsplit(self.url).hostname)
+            parts = urlsplit(self.url)
+            usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
         except (ValueError, AttributeError, TypeError):
             usable = False
         if not usable:
@@ -119,6 +127,13 @@ class Webhook:
             isinstance(each, str) for pair in self.headers.items() for each in pair
         ):
             raise ConfigError("Webhook: headers must be a mapping of texts to texts")
+        for name, value in self.headers.items():
+            if not re.fullmatch(_HEADER_NAME, name):
+                raise ConfigError("Webhook: the name of a header must be letters, digits and hyphens")
+            if not re.fullmatch(_HEADER_VALUE, value):
+                raise ConfigError(
+                    f"Webhook: header {name} must be printable ASCII without spaces or line breaks at its ends"
+                )
         _check_timeout("Webhook", self.timeout)
         if find_spec("httpx") is None:
             raise ConfigError("a webhook needs an extra: pip install 'mainspring[alerts]'")
@@ -316,7 +331,11 @@ async def _post(target: Webhook, alert: Alert) -> _Delivered:
 
     headers = {"X-Mainspring-Alert": alert.id, **target.headers}
 
+    # httpx logs the URL of each request.
+    logging.getLogger("httpx").addFilter(_is_not_posting)
+
     async def post() -> int:
+        _posting.set(True)
         async with httpx.AsyncClient(timeout=None) as client:  # noqa: S113 - the whole has one
             answer = await client.post(target.url, json=alert.as_dict(), headers=headers)
         return answer.status_code
@@ -328,3 +347,7 @@ async def _post(target: Webhook, alert: Alert) -> _Delivered:
     if 200 <= status < 300:
         return _Delivered(None)
     return _Delivered(f"it answered with status {status}", final=400 <= status < 500 and status not in _PASSING)
+
+
+def _is_not_posting(_: logging.LogRecord) -> bool:
+    return not _posting.get()
