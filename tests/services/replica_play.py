@@ -122,9 +122,13 @@ async def playing(
     changed: Callable[[Replica], object] | None = None,
     latency: Callable[[], float] | None = None,
     begin: bool = True,
+    supervisors: dict[str, str] | None = None,
     **spec: Any,
 ) -> AsyncIterator[Play]:
-    """Run a replica of a program. It is ready by notification, unless the specification says another thing."""
+    """Run a replica of a program. It is ready by notification, unless the specification says another thing.
+
+    ``supervisors``: more of the environment of the supervisor.
+    """
     if not {"notify", "ready_line", "probe", "startup_probe", "ready_after"} & set(spec):
         spec["notify"] = True
     spec.setdefault("lifecycle", lifecycle())
@@ -137,7 +141,7 @@ async def playing(
             1,
             spawner=spawner,
             dispatcher=dispatcher,
-            environment={"PATH": "/bin"},
+            environment={"PATH": "/bin"} | (supervisors or {}),
             before_start=before_start,
             on_restart=on_restart,
             changed=changed,

@@ -175,6 +175,23 @@ def test_the_environment_and_the_placeholders() -> None:
     virtually(main)
 
 
+@pytest.mark.parametrize(
+    ("user", "left"),
+    [(None, {"HOME": "/root", "LOGNAME": "root"}), ("web", {"LOGNAME": "shop"})],
+    ids=["its own", "another"],
+)
+def test_the_home_of_the_supervisor_is_not_that_of_another_user(user: str | None, left: dict[str, str]) -> None:
+    async def main() -> None:
+        supervisors = {"HOME": "/root", "LOGNAME": "root"}
+        own = {} if user is None else {"LOGNAME": "shop"}
+        async with playing(user=user, environment=own, supervisors=supervisors) as play:
+            await play.running()
+            environment = play.mains[0].launch.environment
+            assert {name: environment[name] for name in ("HOME", "USER", "LOGNAME") if name in environment} == left
+
+    virtually(main)
+
+
 # ------------------------------------------------------------------------------------------------- what follows an end
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import signal
 import subprocess
 import sys
@@ -262,6 +263,16 @@ async def test_it_runs_as_its_user_with_the_groups_of_that():
         spawned = await spawner.spawn(shell("id -un; id -G", user="nobody", directory="/"), heard)
         await spawned.wait()
     assert heard.of("stdout") == ["nobody", subprocess.check_output(["id", "-G", "nobody"], text=True).strip()]
+
+
+@pytest.mark.parametrize(("own", "home"), [({}, None), ({"HOME": "/srv"}, "/srv")])
+async def test_its_home_and_its_name_are_those_of_its_user(own, home):
+    heard = Heard()
+    entry = pwd.getpwuid(os.geteuid()) if os.geteuid() != 0 else pwd.getpwnam("nobody")
+    async with ProcessSpawner() as spawner:
+        said = shell('echo "$HOME $USER $LOGNAME"', user=entry.pw_name, directory="/", environment=own)
+        await (await spawner.spawn(said, heard)).wait()
+    assert heard.of("stdout") == [f"{home or entry.pw_dir} {entry.pw_name} {entry.pw_name}"]
 
 
 async def test_notifications_are_told_in_order_and_before_its_end():

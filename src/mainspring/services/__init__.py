@@ -6,7 +6,8 @@ The moving parts, lowest first:
 - ``restarts``: what follows when a supervised loop or process has ended: decisions only. ``life`` keeps the state, the restarts
   and the times of one supervised thing. Loops of a group and processes share both.
 - ``spawning``: the border to the operating system. A :class:`Spawner` starts processes and tells how they end. The real one
-  (``spawner``) has a small program (``spawner_main``) do it, so that a simulated one can stand in its place.
+  (``spawner``) has a small program (``spawner_main``) do it, so that a simulated one can stand in its place. ``accounts``
+  knows the users.
 - ``process``: one process, from the request to start it until nothing is left of it.
 - ``replica``: one process of a service at a time, from its first start to its last end.
 - ``order``: which service starts after which, stops before which, and is restarted with which: decisions only.

@@ -28,7 +28,7 @@ from mainspring.services.life import Life
 from mainspring.services.probes import ask, of_replica
 from mainspring.services.process import MAX_MESSAGES, ServiceProcess
 from mainspring.services.restarts import Escalate, RunEnd, StartAgain
-from mainspring.services.spawning import Launch, SpawnError
+from mainspring.services.spawning import USER_VARIABLES, Launch, SpawnError
 from mainspring.services.spec import HookMoment
 
 if TYPE_CHECKING:
@@ -471,6 +471,9 @@ class Replica:
             return text
 
         environment = {**(os.environ if self._environment is None else self._environment)}
+        if spec.user is not None:
+            for name in USER_VARIABLES:  # those of its user stand in their place
+                environment.pop(name, None)
         environment |= {"MAINSPRING_SERVICE": spec.name, "MAINSPRING_REPLICA": str(self.number)}
         if self._socket is not None:
             environment["MAINSPRING_SOCKET"] = self._socket

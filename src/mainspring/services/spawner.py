@@ -27,6 +27,7 @@ import anyio.to_thread
 
 from mainspring.core import process
 from mainspring.services import spawner_main
+from mainspring.services.accounts import find_account
 from mainspring.services.notify_socket import NotifySocket
 from mainspring.services.output import OutputLines, Readiness
 from mainspring.services.spawn_failures import cause_of, spawn_error
@@ -35,6 +36,7 @@ from mainspring.services.spawning import ProcessEnd
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
+    from mainspring.services.accounts import UserAccount
     from mainspring.services.spawning import Launch, ProcessListener
 
 LAUNCHES_AT_ONCE = 32
@@ -124,7 +126,9 @@ class LaunchedProcess:
 
     # -- for the program
 
-    def open(self, readiness: Readiness, stack: ExitStack, user: int | None) -> tuple[list[int], dict[str, str]]:
+    def open(
+        self, readiness: Readiness, stack: ExitStack, account: UserAccount | None
+    ) -> tuple[list[int], dict[str, str]]:
         """Open its pipes and its notify socket.
 
         Return the descriptors that the program gets (those for reading, those for writing) and the environment.
@@ -140,11 +144,11 @@ class LaunchedProcess:
             self._outputs.append(lines)
             reading.append(read)
             readiness.add(read, partial(self._read, lines))
-        environment = dict(launch.environment)
+        environment = {**({} if account is None else account.environment), **launch.environment}
         outer = environment.get(spawner_main.INSTANCE)
         environment[spawner_main.INSTANCE] = f"{outer}/{self.instance}" if outer else self.instance
         if launch.notify:
-            users = {0, os.geteuid()} | ({user} if user is not None else set())
+            users = {0, os.geteuid()} | (set() if account is None else {account.ids[0]})
             self._notify = NotifySocket(
                 f"mainspring/{self.instance}/{secrets.token_hex(8)}", users, self._listener.on_notify
             )
@@ -258,9 +262,7 @@ class Program:
                 raise
         readiness.add(self._socket.fileno(), self._step)
 
-    def launch(
-        self, launch: Launch, listener: ProcessListener, user: tuple[int, int, list[int]] | None
-    ) -> LaunchedProcess:
+    def launch(self, launch: Launch, listener: ProcessListener, account: UserAccount | None) -> LaunchedProcess:
         """Ask for a process. Its ``wait_started`` tells what came of it.
 
         :raises OSError: there are no descriptors left.
@@ -271,12 +273,12 @@ class Program:
         with ExitStack() as stack:
             stack.callback(launched.close)
             with ExitStack() as writing:
-                descriptors, environment = launched.open(self.readiness, writing, user[0] if user else None)
+                descriptors, environment = launched.open(self.readiness, writing, account)
                 request: spawner_main.LaunchRequest = {
                     "command": list(launch.command),
                     "environment": environment,
                     "directory": _directory(launch),
-                    "user": user,
+                    "user": None if account is None or account.is_own else account.ids,
                     "limits": {
                         name: value for name in LIMITS if (value := getattr(launch.resources, name)) is not None
                     },
@@ -440,10 +442,10 @@ class ProcessSpawner:
 
         :raises SpawnError: it cannot be started. Cancelled, what was started is killed.
         """
-        user = await _find_user(launch)
+        account = await find_account(launch)
         async with self._limiter:
             try:
-                launched = (await self._running(launch)).launch(launch, listener, user)
+                launched = (await self._running(launch)).launch(launch, listener, account)
             except (OSError, ValueError) as error:
                 number = getattr(error, "errno", None) or 0
                 raise spawn_error(launch, cause_of(launch, "descriptors", number, str(error))) from error
@@ -572,24 +574,6 @@ class Remains:
         if reaped and launched is not None:
             launched.has_ended(os.waitstatus_to_exitcode(status), None)
         return bool(reaped)
-
-
-async def _find_user(launch: Launch) -> tuple[int, int, list[int]] | None:
-    """Return the uid, the gid and the groups that a process is to have; None for this process's own."""
-    name = launch.user
-    if name is None:
-        return None
-    import pwd
-
-    def find() -> tuple[int, int, list[int]]:  # a directory server can take its time
-        entry = pwd.getpwnam(name)
-        return entry.pw_uid, entry.pw_gid, os.getgrouplist(name, entry.pw_gid)
-
-    try:
-        user = await anyio.to_thread.run_sync(find)
-    except KeyError:
-        raise spawn_error(launch, f"there is no user {name!r}: create it, or correct 'user'") from None
-    return None if user[0] == os.geteuid() != 0 else user
 
 
 def _directory(launch: Launch) -> str | None:

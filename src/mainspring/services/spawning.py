@@ -27,15 +27,20 @@ class SpawnError(MainspringError):
     fault = "environment"
 
 
+USER_VARIABLES = ("HOME", "USER", "LOGNAME")
+"""Environment variables that say whose process it is. A process of another user has those of that user."""
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
     """What a process is started with. ``service`` and ``replica`` are its tag: they name it in the tree of processes.
 
     ``descriptors``: open descriptors of the caller that the process gets as 3, 4, and so on. ``environment`` is whole. The
-    spawner adds only ``NOTIFY_SOCKET`` where ``notify`` is True, ``LISTEN_PID`` where ``LISTEN_FDS`` is in it, and
-    ``MAINSPRING_INSTANCE``, by which it knows what belongs to the process. ``stop_timeout``: seconds from SIGTERM to SIGKILL
-    if the supervisor dies. ``command[0]`` is looked for in ``PATH`` of ``environment``; with a ``/`` in it, it is a path,
-    below ``directory`` if it is relative. ``directory``: that of the supervisor by default.
+    spawner adds only ``NOTIFY_SOCKET`` where ``notify`` is True, ``LISTEN_PID`` where ``LISTEN_FDS`` is in it,
+    ``MAINSPRING_INSTANCE``, by which it knows what belongs to the process, and for a ``user`` those of ``USER_VARIABLES`` that
+    are missing. ``stop_timeout``: seconds from SIGTERM to SIGKILL if the supervisor dies. ``command[0]`` is looked for in
+    ``PATH`` of ``environment``; with a ``/`` in it, it is a path, below ``directory`` if it is relative. ``directory``: that
+    of the supervisor by default.
     """
 
     service: str

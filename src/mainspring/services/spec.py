@@ -289,7 +289,8 @@ class ServiceSpec:
     :param environment: set beside the supervisor's own environment.
     :param core: False for an optional service, whose failure leaves the others alone and the whole Degraded.
     :param no_restart_statuses: exit statuses after which it is never started again.
-    :param user: a user's name; only root can change it.
+    :param user: a user's name; only root can change it. ``HOME``, ``USER`` and ``LOGNAME`` are then those of that user, unless
+        ``environment`` sets them.
     :param listen: addresses (``host:port`` or ``unix:/path``) of sockets that the supervisor opens and holds across restarts.
     :raises ConfigError: a value cannot work.
     """
