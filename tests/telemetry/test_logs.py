@@ -396,6 +396,6 @@ def test_a_record_names_the_line_that_logged_it(caplog: pytest.LogCaptureFixture
 
 def test_the_package_logs_by_loggers_that_cannot_end_it() -> None:
     """But where one is set up, and for programs that are not this package's."""
-    known = {"loggers.py", "logs.py", "on_trio.py", "guards.py"}
+    known = {"loggers.py", "logs.py", "on_trio.py", "guards.py", "alerts.py"}
     sources = Path(mainspring.__file__).parent.rglob("*.py")
     assert {path.name for path in sources if "logging.getLogger(" in path.read_text()} == known
