@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
 import subprocess
@@ -27,7 +28,7 @@ from mainspring.runtime.orphans import OrphanReaper, is_init
 {ZOMBIES}
 async def main():
     late = subprocess.Popen(["/bin/sh", "-c", "exit 7"])
-    reaper = OrphanReaper(patience=0.4, own=lambda: {{late.pid}})
+    reaper = OrphanReaper(patience=0.4)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(reaper.run)
         status = (await anyio.run_process(["/bin/sh", "-c", ORPHANS], check=False)).returncode
@@ -82,24 +83,49 @@ def test_a_group_that_is_process_1_reaps_orphans() -> None:
     assert as_process_1(GROUP).split() == ["5", "0", "0"]
 
 
+def ended_fork(status: int) -> int:
+    """Return the id of a child that has ended, and that no object stands for, as an orphan."""
+    pid = os.posix_spawn(sys.executable, [sys.executable, "-S", "-c", f"raise SystemExit({status})"], os.environ)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    return pid
+
+
+def reaped_within(seconds: float) -> int:
+    """Return how many a reaper has reaped when it has run for so long."""
+    reaper = OrphanReaper(patience=10)
+
+    async def main() -> None:
+        with anyio.move_on_after(seconds):
+            await reaper.run()
+
+    run_virtual(main)
+    return reaper.reaped
+
+
 def test_a_child_that_has_just_ended_is_left_to_its_waiter() -> None:
-    """In virtual time: the reaper looks for hours, and what it sees as a zombie is older at each look."""
-    child = subprocess.Popen([sys.executable, "-c", "raise SystemExit(9)"])
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    waited: list[int] = []
+    """It is seen first after 5 s, so that it is no orphan before 15."""
+    pid = ended_fork(9)
+    assert reaped_within(14) == 0
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
 
-    async def wait() -> None:
-        reaper = OrphanReaper(patience=10)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(reaper.run)
-            await anyio.sleep(14)  # seen first at 5, so it is no orphan before 15
-            waited.append(child.wait())
-            await anyio.sleep(3_600)
-            assert reaper.reaped == 0
-            tasks.cancel_scope.cancel()
 
-    run_virtual(wait)
-    assert waited == [9]
+def test_an_orphan_is_reaped() -> None:
+    pid = ended_fork(9)
+    assert reaped_within(16) == 1
+    with pytest.raises(ChildProcessError):
+        os.waitpid(pid, 0)
+
+
+def test_a_child_that_an_object_stands_for_is_left_to_it_however_late_that_asks() -> None:
+    child = subprocess.Popen([sys.executable, "-S", "-c", "raise SystemExit(9)"])
+    process = multiprocessing.get_context("fork").Process(target=os._exit, args=(8,))
+    process.start()
+    for pid in (child.pid, process.pid):
+        assert pid is not None
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert reaped_within(60) == 0
+    process.join()
+    assert (child.wait(), process.exitcode) == (9, 8)
 
 
 def test_this_process_is_no_init() -> None:

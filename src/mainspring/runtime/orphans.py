@@ -1,27 +1,29 @@
 """What process 1 of a container owes to the others: it reaps the orphans that the kernel gives to it.
 
 A process whose parent ends becomes a child of process 1, and stays a zombie until that waits for it. The kernel does not say
-which child is an orphan and which was started here, by a library or by a handler. So time tells them apart: Python waits for
-what it has started, so that a child which has been a zombie for a while is an orphan.
+which child is an orphan and which was started here, by a library or by a handler. Two things tell them apart. A child is no
+orphan while an object stands for it that has not got its status: of ``subprocess``, on which the event loops build, or of
+``multiprocessing``. And one that was forked without such an object is soon waited for.
+
+SIGCHLD would say sooner that a child has ended, but not whose it is. A zombie costs no more than an entry in a table.
 """
 
 from __future__ import annotations
 
+import gc
 import os
+import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import anyio
 
 from mainspring.runtime.interval import Periodic
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Container
-
 PATIENCE = 10.0
 """Seconds for which a child must have been a zombie before it counts as an orphan."""
-_NOTHING: Container[int] = ()
 
 
 class _Zombie(NamedTuple):
@@ -35,16 +37,14 @@ class OrphanReaper:
     """Waits for zombies that are children of this process and that nothing here waits for.
 
     It looks twice in ``patience`` seconds, which is one system call where there is no zombie. No signal is needed: SIGCHLD
-    stays as it is. A program that looks at its child's exit status later than ``patience`` seconds after its end finds none.
-
-    :param own: gives the ids of children that are never reaped, however late their status is asked for.
+    stays as it is. Code that forks by itself (``os.fork``, ``os.posix_spawn``) and waits for its child later than ``patience``
+    seconds after its end finds none.
     """
 
-    def __init__(self, *, patience: float = PATIENCE, own: Callable[[], Container[int]] = lambda: _NOTHING) -> None:
+    def __init__(self, *, patience: float = PATIENCE) -> None:
         self.reaped = 0
         """How many it has reaped."""
         self._patience = patience
-        self._own = own
         self._seen: dict[_Zombie, float] = {}
 
     async def run(self) -> None:
@@ -53,12 +53,11 @@ class OrphanReaper:
 
     async def _look(self, overslept: float) -> float:
         now = anyio.current_time()
-        own = self._own()
-        zombies = [each for each in _zombies() if each.pid not in own] if _any_zombie() else []
+        zombies = _zombies() if _any_zombie() else []
         self._seen = {each: self._seen.get(each, now) for each in zombies}
-        for zombie, since in self._seen.items():
-            if now - since >= self._patience:
-                self.reaped += _reap(zombie.pid)
+        old = {zombie.pid for zombie, since in self._seen.items() if now - since >= self._patience}
+        for pid in old - _waited_for() if old else ():
+            self.reaped += _reap(pid)
         return now + self._patience / 2
 
 
@@ -73,6 +72,16 @@ def _any_zombie() -> bool:
         return os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
     except ChildProcessError:
         return False
+
+
+def _waited_for() -> set[int | None]:
+    """Return the ids of the children that an object stands for which has not got their status."""
+    forked: Any = sys.modules.get("multiprocessing.popen_fork")
+    kinds = (subprocess.Popen,) if forked is None else (subprocess.Popen, forked.Popen)
+    objects: list[Any] = [each for each in gc.get_objects() if issubclass(type(each), kinds)]
+    return {
+        getattr(each, "pid", None) for each in objects if getattr(each, "returncode", 0) is None
+    }  # it may be half made
 
 
 def _reap(pid: int) -> bool:
