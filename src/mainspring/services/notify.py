@@ -68,7 +68,8 @@ async def own_process(
 ) -> AsyncIterator[OrchestratorNews]:
     """Be the main process of a service for the block: tell its manager (``sd_notify``), and reap orphans as process 1.
 
-    Signs of life for a watchdog come from the event loop, so they end where it does not turn.
+    Signs of life for a watchdog come from the event loop, so they end where it does not turn. They say no more: services that
+    fail, and a spawner that ends, are the orchestrator's to mend, and the end of all services would mend neither.
     """
     manager = service_manager()
     news = OrchestratorNews(manager, stop_within)
