@@ -69,7 +69,7 @@ def test_a_signal_stops_all_workers(tmp_path: Path) -> None:
         assert not any(alive(pid) for pid in pids)
         assert "all workers have ended; exit status 0" in command.text
         for number in (1, 2):
-            assert f"mainspring: worker {number}: own: shutdown (SIGTERM)" in command.text
+            assert f"mainspring: worker.{number}: own: shutdown (SIGTERM)" in command.text
 
 
 def test_the_exit_status_of_workers_is_known_where_a_parent_ignored_their_ends(tmp_path: Path) -> None:
@@ -308,7 +308,7 @@ def test_a_worker_that_has_handled_its_number_of_messages_is_replaced(tmp_path: 
     assert (
         len(
             re.findall(
-                r"worker \d \(pid \d+\) has handled 10 messages; starting another one$", command.text, re.MULTILINE
+                r"worker\.\d \(pid \d+\) has handled 10 messages; starting another one$", command.text, re.MULTILINE
             )
         )
         >= 2
@@ -372,6 +372,6 @@ def test_a_worker_that_cannot_be_started_is_tried_again_and_then_given_up(capsys
     policy = RestartPolicy(max_retries=1, initial_delay=0.001)
     assert anyio.run(Supervisor(Missing("app:group", processes=2), policy).run) == 1
     said = capsys.readouterr().err
-    assert "worker 1 has not started" in said
+    assert "worker.1 has not started" in said
     assert "-gone' cannot be started" in said
     assert "(restart 1 of 1)" in said

@@ -153,7 +153,7 @@ def test_what_cannot_be_done_says_why(run: Run) -> None:
             for path, status, text in [
                 ("/services/store/restart", 404, "'store' is no service of 'mainspring'; there are: web, bad"),
                 ("/services/web/stop?replica=7", 404, "service 'web' has replicas 1 to 1, and none 7"),
-                ("/services/bad/start?wait=900", 409, "service 'bad' does not run: "),
+                ("/services/bad/start?wait=900", 409, "service 'bad.1' does not run: "),
                 ("/services/web/restart?wait=soon", 400, "wait must be a number from 0 to 86400, not 'soon'"),
                 ("/services/web/restart?replica=-1", 400, "replica must be a whole number from 0 to 100000, not '-1'"),
                 ("/services/web/restart?replica=1.5", 400, "replica must be a whole number"),

@@ -69,7 +69,7 @@ def test_a_core_service_that_is_given_up_ends_the_whole(run: Run) -> None:
             report.failure
             == "service 'web' was given up: it has been restarted 3 times in a row; the last time: exit status 3"
         )
-        assert "web: crashed" in str(report)
+        assert "web.1: crashed" in str(report)
         assert [each.service for each in world.events if isinstance(each, ServiceGivenUp)] == ["web"]
         assert world.ended("store") == [11]
 
@@ -175,7 +175,7 @@ def test_the_stop_of_all_is_capped_and_what_is_left_is_killed(run: Run) -> None:
         report = world.orchestrator.report
         assert report is not None
         assert report.exit_status == 70
-        assert "web: cancelled after 8.00 s" in str(report)
+        assert "web.1: cancelled after 8.00 s" in str(report)
 
     run(main)
 

@@ -71,7 +71,7 @@ def test_start_after_giving_up_tries_again(run: Run) -> None:
         async with world.running() as orchestrator:
             await anyio.sleep(100)
             with pytest.raises(
-                ServiceNotRunningError, match=r"'mail' does not run: it did not become ready in 2 tries"
+                ServiceNotRunningError, match=r"'mail.1' does not run: it did not become ready in 2 tries"
             ):
                 await orchestrator.start("mail")
             world.spawner.programs["mail"] = SimulatedProgram()

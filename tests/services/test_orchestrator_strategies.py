@@ -121,7 +121,7 @@ def test_too_many_restarts_in_a_period_end_the_whole(run: Run, strategy: str) ->
         world = World([spec("a"), spec("b")], {"a": crashes}, strategy=strategy, max_restarts=2, period=1000)
         report = await world.run()
         assert report.exit_status == 1
-        assert report.failure == "more than 2 restarts in 1000 s; the last one was of 'a'"
+        assert report.failure == "more than 2 restarts in 1000 s; the last one was of 'a.1'"
         assert len(world.began("a")) == 3
 
     run(main)

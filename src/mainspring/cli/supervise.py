@@ -126,7 +126,7 @@ class Supervisor:
 
     def _who(self, replica: int) -> str:
         pid = self._pids.get(replica)
-        return f"worker {replica}" + (f" (pid {pid})" if pid is not None else "")
+        return f"worker.{replica}" + (f" (pid {pid})" if pid is not None else "")
 
     def _on_started(self, event: ServiceProcessStarted) -> None:
         self._pids[event.replica] = event.pid
@@ -173,5 +173,5 @@ class Supervisor:
             self._statuses.append(status)
 
     def _on_given_up(self, event: ServiceGivenUp) -> None:
-        say(f"worker {event.replica} is given up: {event.reason}; stopping the others")
-        self._orchestrator.request_shutdown(f"worker {event.replica} was given up")
+        say(f"worker.{event.replica} is given up: {event.reason}; stopping the others")
+        self._orchestrator.request_shutdown(f"worker.{event.replica} was given up")

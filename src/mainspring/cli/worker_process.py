@@ -40,7 +40,7 @@ class WorkerProcess:
         return None if manager is None else cls(int(text), manager)
 
     def __str__(self) -> str:
-        return f"worker {self.number}"
+        return f"worker.{self.number}"
 
     def tell_longest_stop(self, seconds: float) -> None:
         """Tell how long a shutdown may take."""

@@ -41,7 +41,7 @@ class ManagedReplica:
 
     @property
     def name(self) -> str:
-        """Its name in texts: that of the service, with its number where there are several."""
+        """Its name in texts: that of the service with its number, as ``worker.1``."""
         return self.replica.name
 
     @property

@@ -87,7 +87,7 @@ class Replica:
     ) -> None:
         self.spec = spec
         self.number = number
-        self.name = spec.name if spec.replicas == 1 else f"{spec.name}.{number}"
+        self.name = f"{spec.name}.{number}"
         self.ending: ReplicaEnding | None = None
         self.error: str | None = None
         """What its last probe or start said; None where all is well."""
