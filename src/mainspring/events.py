@@ -407,6 +407,15 @@ class ProbeChanged(Event):
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
+class ProbeAnswered(Event):
+    """A probe of a replica was asked: ``error`` is None if it passed. It is made only where it has a subscriber."""
+
+    service: str
+    replica: int
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class HookFailed(Event):
     """A hook of a service has failed, or took too long; ``aborts`` says whether that aborts what was about to happen."""
 

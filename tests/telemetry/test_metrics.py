@@ -25,7 +25,8 @@ from mainspring import Context, InMemoryMailbox, LoopGroup, MainLoop, Retry, Ret
 from mainspring.core.state_machine import GroupState, ServiceState
 from mainspring.http.app import health_app
 from mainspring.http.depths import DepthReader
-from mainspring.telemetry.metrics import BUCKETS, FAULTS, GroupMetrics
+from mainspring.telemetry.metrics import FAULTS, GroupMetrics
+from mainspring.telemetry.metrics_page import BUCKETS
 from mainspring.telemetry.status import MailboxStatus
 from mainspring.worker.outcome import Outcome
 
@@ -316,7 +317,7 @@ class Waiting:
 
 
 async def test_a_collector_of_the_application_that_waits_does_not_block_the_event_loop(monkeypatch) -> None:
-    monkeypatch.setattr("mainspring.telemetry.metrics.COLLECT_WITHIN", 0.01)
+    monkeypatch.setattr("mainspring.telemetry.metrics_page.COLLECT_WITHIN", 0.01)
     registry, waiting = CollectorRegistry(), Waiting()
     registry.register(waiting)
     app = health_app(FakeGroup(), metrics=GroupMetrics(FakeGroup(), registry=registry))

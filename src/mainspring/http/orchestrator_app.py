@@ -7,6 +7,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
+import anyio.to_thread
 from starlette.applications import Starlette
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
@@ -21,22 +22,29 @@ from mainspring.errors import (
     TicketTimeoutError,
 )
 from mainspring.http.access import Access
+from mainspring.http.children import AGENT, Children
 from mainspring.http.dashboard import dashboard_page
 from mainspring.http.responses import CommonHeaders, PlainJson, line_response
+from mainspring.telemetry.merged_metrics import merged_page
 from mainspring.telemetry.plain import plain
+from mainspring.telemetry.process_usage import UsageReader
+from mainspring.telemetry.service_metrics import ServiceMetrics
 from mainspring.threads.ticket import Ticket
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 
     from starlette.requests import Request
     from starlette.types import Send
 
     from mainspring.core.dispatcher import Dispatcher
     from mainspring.events import ServiceOutput
+    from mainspring.http.children import ReplicaKey
+    from mainspring.http.client import Origin
     from mainspring.runtime.scope import DaemonScope
     from mainspring.services.recent_output import RecentOutput
     from mainspring.services.status import OrchestratorStatus
+    from mainspring.telemetry.process_usage import ProcessUsage
 
 _log = Logger("mainspring.http")
 
@@ -75,6 +83,8 @@ def orchestrator_app(
     scope: DaemonScope,
     *,
     output: RecentOutput,
+    metrics: ServiceMetrics | None = None,
+    replica_servers: Callable[[], Mapping[ReplicaKey, Origin]] = dict,
     admin_token: str | None = None,
     loopback: bool = True,
 ) -> Starlette:
@@ -82,16 +92,22 @@ def orchestrator_app(
 
     :param scope: what a request asks for runs as a task of this scope, so that it goes on when the client leaves.
     :param output: the lines that ``/logs`` shows.
+    :param metrics: what ``/metrics`` renders. None makes them, counted from this call on.
+    :param replica_servers: returns the servers of replicas that can be asked for their status and metrics now.
     :param admin_token: the bearer token that acts and ``/logs`` need; None reads ``MAINSPRING_ADMIN_TOKEN``. Without a token,
         they are refused unless ``loopback``.
     :param loopback: whether only this machine can reach the listener (a loopback address, a Unix socket).
     """
     access = Access(admin_token, loopback=loopback)
-    views = _OrchestratorViews(source, scope, output)
+    if metrics is None:
+        metrics = ServiceMetrics(source)
+        metrics.subscribe(source.dispatcher)
+    views = _OrchestratorViews(source, scope, output, metrics, replica_servers)
     routes = [
         Route("/health/live", views.live),
         Route("/health/ready", views.ready),
         Route("/health/startup", views.startup),
+        Route("/metrics", views.metrics),
         Route("/status", views.status),
         Route("/logs", access.guarded(views.logs)),
         Route("/services/{service}/logs", access.guarded(views.logs)),
@@ -151,10 +167,21 @@ async def _wrong_parameter(_: Request, error: Exception) -> Response:
 
 
 class _OrchestratorViews:
-    def __init__(self, source: ServiceSource, scope: DaemonScope, output: RecentOutput) -> None:
+    def __init__(
+        self,
+        source: ServiceSource,
+        scope: DaemonScope,
+        output: RecentOutput,
+        metrics: ServiceMetrics,
+        replica_servers: Callable[[], Mapping[ReplicaKey, Origin]],
+    ) -> None:
         self._source = source
         self._scope = scope
         self._output = output
+        self._metrics = metrics
+        self._replica_servers = replica_servers
+        self._usage = UsageReader()
+        self._children = Children()
 
     # ------------------------------------------------------------------------------------------------------- probes
 
@@ -171,15 +198,41 @@ class _OrchestratorViews:
 
     # ------------------------------------------------------------------------------------------------------- showing
 
-    async def status(self, _: Request) -> Response:
+    async def metrics(self, request: Request) -> Response:
+        theirs = await self._children.metrics(self._servers(request))
+        ours = await self._metrics.collect(await self._read_usage())
+        accept = request.headers.get("accept", "")
+        with clock.real_work():
+            page = await anyio.to_thread.run_sync(merged_page, ours, theirs, accept, abandon_on_cancel=True)
+        for line in page.left_out:
+            self._children.tell_once(line)
+        return Response(page.text, headers={"content-type": page.content_type})
+
+    async def status(self, request: Request) -> Response:
+        children = await self._children.statuses(self._servers(request))
+        usage = await self._read_usage()
         status = self._source.status()
         tree = plain(status)
+        for service in tree["services"]:
+            for replica in service["replicas"]:
+                replica["usage"] = plain(usage.get(replica["pid"]))
+                replica["child"] = children.get((service["name"], replica["number"]))
         tree["kind"] = "orchestrator"
         tree["ready"] = not status.unready_reasons
         tree["reasons"] = list(status.unready_reasons)
         tree["version"] = mainspring.__version__
         tree["time"] = clock.utc_now().isoformat(timespec="milliseconds")
         return PlainJson(tree)
+
+    def _servers(self, request: Request) -> Mapping[ReplicaKey, Origin]:
+        """Return the servers to ask. An orchestrator that asks is answered without: it may be this one, or ask in a circle."""
+        return {} if request.headers.get("user-agent") == AGENT else self._replica_servers()
+
+    async def _read_usage(self) -> dict[int, ProcessUsage]:
+        services = self._source.status().services
+        return await self._usage.read(
+            [replica.pid for service in services for replica in service.replicas if replica.pid is not None]
+        )
 
     async def logs(self, request: Request) -> Response:
         said = _OperationRequest.of(request)

@@ -21,6 +21,7 @@ from mainspring.runtime.service_manager import without_manager
 from mainspring.runtime.signals import ShutdownCoordinator
 from mainspring.services.alerts import Alerts
 from mainspring.services.listening import SocketPlaces
+from mainspring.services.managed_service import WORKING
 from mainspring.services.notify import OrchestratorNews, own_process
 from mainspring.services.operations import Operations
 from mainspring.services.order import next_state
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from mainspring.services.alerts import AlertTarget
+    from mainspring.http.client import Origin
     from mainspring.services.managed_service import ManagedReplica
     from mainspring.services.spawning import Spawner
 
@@ -186,13 +188,18 @@ class Orchestrator:
             wanted.append((f"unix:{self._control}", 0))
         if not wanted:
             return
-        from mainspring.http.serve_orchestrator import start  # late: no server is imported that is not wanted
+        # late: no server is imported that is not wanted
+        from mainspring.http.serve_orchestrator import start
+        from mainspring.telemetry.service_metrics import ServiceMetrics
 
         scope = await stack.enter_async_context(DaemonScope(f"servers of {self.name}"))
         output = RecentOutput()
         stack.callback(self.dispatcher.subscribe(ServiceOutput, output.note))
         stack.callback(output.close)
-        urls = [await start(self, scope, output, host, port) for host, port in wanted]
+        metrics = ServiceMetrics(self)
+        stack.callback(metrics.subscribe(self.dispatcher))
+        options = {"output": output, "metrics": metrics, "replica_servers": self._replica_servers}
+        urls = [await start(self, scope, host, port, **options) for host, port in wanted]
         self._health_url = urls[0] if self._health is not None else None
 
     async def _run_services(self, spawner: Spawner, scope: DaemonScope, places: SocketPlaces) -> None:
@@ -402,6 +409,14 @@ class Orchestrator:
     def status(self) -> OrchestratorStatus:
         """Return the present status of all services. It is called on the event loop of the run."""
         return status_of(self.name, self._machine, self._tree.services, reason=self._reason, failure=self._failure)
+
+    def _replica_servers(self) -> dict[tuple[str, int], Origin]:
+        """Return the servers that the HTTP probes of replicas ask, by service and replica, of those that work now."""
+        return {
+            (managed.spec.name, managed.number): origin
+            for managed in self._tree.replicas()
+            if managed.state in WORKING and (origin := managed.replica.http_server) is not None
+        }
 
     def _enter(self, state: OrchestratorState) -> None:
         self._machine.to(state, anyio.current_time())

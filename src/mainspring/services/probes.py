@@ -17,6 +17,7 @@ from mainspring.services.spec import ExecProbe, GrpcProbe, HttpProbe, TcpProbe
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from mainspring.http.client import Origin
     from mainspring.services.commands import CommandResult
     from mainspring.services.spec import CallableProbe, Probe
 
@@ -44,6 +45,15 @@ def of_replica(probe: Probe, *, service: str, replica: int) -> Probe:
 
 def _prober(probe: CallableProbe) -> Prober:
     return probe if isinstance(probe, Prober) else Prober(probe, "probe")
+
+
+def origin_of(probe: HttpProbe, socket: str | None) -> Origin | None:
+    """Return the server that a probe asks; None where there is no ``{socket}``. See :func:`ask`."""
+    from mainspring.services.http_probe import place_of
+
+    if SOCKET in probe.url and socket is None:
+        return None
+    return place_of(probe.url.replace(SOCKET, socket or ""), socket)[0]
 
 
 async def ask(
@@ -93,9 +103,9 @@ async def _ask(
             return f"there is no {SOCKET}"
         address = address.replace(SOCKET, socket)
     if isinstance(probe, HttpProbe):
-        from mainspring.services.http_probe import get
+        from mainspring.services.http_probe import ask_http
 
-        return await get(address, socket)
+        return await ask_http(address, socket)
     if isinstance(probe, TcpProbe):
         host, port = host_port(address)
         await (await anyio.connect_tcp(host, port)).aclose()

@@ -13,6 +13,7 @@ import anyio
 from mainspring.core.state_machine import ServiceState, Transition
 from mainspring.events import (
     HookFailed,
+    ProbeAnswered,
     ProbeChanged,
     ServiceGivenUp,
     ServiceProcessEnded,
@@ -25,16 +26,17 @@ from mainspring.services.commands import run_command
 from mainspring.services.health import Health, HealthVerdict
 from mainspring.services.hooks import run_hooks
 from mainspring.services.life import Life
-from mainspring.services.probes import ask, of_replica
+from mainspring.services.probes import ask, of_replica, origin_of
 from mainspring.services.process import MAX_MESSAGES, ServiceProcess
 from mainspring.services.restarts import Escalate, RunEnd, StartAgain
 from mainspring.services.spawning import USER_VARIABLES, Launch, SpawnError
-from mainspring.services.spec import HookMoment
+from mainspring.services.spec import HookMoment, HttpProbe
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from mainspring.core.dispatcher import Dispatcher
+    from mainspring.http.client import Origin
     from mainspring.services.commands import CommandResult
     from mainspring.services.restarts import RestartDecision
     from mainspring.services.spawning import ProcessEnd, Spawner
@@ -128,6 +130,12 @@ class Replica:
         """The process id of its process; None where it has none."""
         process = self._process
         return None if process is None or process.spawned is None or process.end is not None else process.spawned.pid
+
+    @property
+    def http_server(self) -> Origin | None:
+        """The server that its HTTP probe asks; None where it has no process or no such probe."""
+        probe = self._probe or self._startup_probe
+        return origin_of(probe, self._socket) if self.pid is not None and isinstance(probe, HttpProbe) else None
 
     @property
     def notice(self) -> str:
@@ -425,7 +433,10 @@ class Replica:
 
     async def _ask(self, probe: Probe) -> str | None:
         timeout = self.spec.lifecycle.health_check.timeout
-        return await ask(probe, timeout=timeout, run=self._run_command, socket=self._socket)
+        error = await ask(probe, timeout=timeout, run=self._run_command, socket=self._socket)
+        if self._dispatcher.wants(ProbeAnswered):
+            self._dispatcher.dispatch(ProbeAnswered(self.spec.name, self.number, error))
+        return error
 
     def _note_probe(self, error: str | None) -> None:
         self.error = error

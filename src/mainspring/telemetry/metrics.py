@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from bisect import bisect_left
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
 import anyio
-from prometheus_client import REGISTRY, CollectorRegistry, ProcessCollector
+from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -16,15 +13,12 @@ from prometheus_client.core import (
     InfoMetricFamily,
 )
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.multiprocess import MultiProcessCollector
-from prometheus_client.utils import floatToGoString
+from prometheus_client.registry import Collector
 
 import mainspring
 from mainspring import events
-from mainspring.core.clock import real_work
-from mainspring.core.loggers import Logger
 from mainspring.core.state_machine import BEFORE_SHUTDOWN, GroupState, ServiceState
-from mainspring.threads.own_thread import OwnThread
+from mainspring.telemetry.metrics_page import Histogram, MetricsPage
 from mainspring.worker.outcome import Outcome
 
 if TYPE_CHECKING:
@@ -33,8 +27,6 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
     from mainspring.telemetry.status import GroupStatus, LoopStatus, MailboxStatus
-
-_log = Logger("mainspring.http")
 
 FAULTS: dict[type[Any], str] = {
     events.HandlerStalled: "stalled",
@@ -47,43 +39,12 @@ FAULTS: dict[type[Any], str] = {
     events.SettlementFailed: "settlement_failed",
 }
 
-COLLECT_WITHIN = 5.0
-"""Seconds that the application's collectors may take; Prometheus waits 10 s for a page by default."""
-
-# From a millisecond (a webhook that is up) to six hours (a long agent run): about three steps a decade.
-BUCKETS = (
-    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
-    60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0, 7200.0, 21600.0,
-)  # fmt: skip
-_BOUNDS = (*map(floatToGoString, BUCKETS), "+Inf")
-
 
 class StatusSource(Protocol):
     """A group, or any object that has its status."""
 
     def status(self) -> GroupStatus:
         """Return the present status."""
-
-
-class _Histogram:
-    """Seconds by bucket."""
-
-    __slots__ = ("_buckets", "_sum")
-
-    def __init__(self) -> None:
-        self._buckets = [0] * len(_BOUNDS)
-        self._sum = 0.0
-
-    def add(self, seconds: float) -> None:
-        self._buckets[bisect_left(BUCKETS, seconds)] += 1
-        self._sum += seconds
-
-    def fill(self, family: HistogramMetricFamily, loop: str) -> None:
-        totals = accumulate(self._buckets, initial=0)
-        next(totals)
-        family.add_metric(
-            [loop], [(bound, float(total)) for bound, total in zip(_BOUNDS, totals, strict=True)], self._sum
-        )
 
 
 class _LoopFigures:
@@ -97,8 +58,8 @@ class _LoopFigures:
         )  # zeros, so that a rate sees the first one too
         self.faults: dict[str, int] = dict.fromkeys(FAULTS.values(), 0)
         self.errors: dict[str, int] = {}
-        self.took = _Histogram()
-        self.in_queue = _Histogram()
+        self.took = Histogram()
+        self.in_queue = Histogram()
 
 
 class GroupMetrics:
@@ -115,7 +76,7 @@ class GroupMetrics:
     def __init__(self, source: StatusSource, *, registry: CollectorRegistry | None = REGISTRY) -> None:
         self.collector = _Collector(source)
         self.registry = CollectorRegistry()
-        self._page = _Page(self.collector, registry)
+        self._page = MetricsPage(self.collector, registry)
         self.registry.register(self._page)
 
     def subscribe(self, dispatcher: events.Dispatcher) -> Callable[[], None]:
@@ -152,56 +113,7 @@ class GroupMetrics:
         return encode(self.registry), content_type
 
 
-class _Page:
-    """The metrics of a group, then those of the application, then those of the process; of one name only the first."""
-
-    def __init__(self, group: _Collector, registry: CollectorRegistry | None) -> None:
-        self._group = group
-        self._registry = registry
-        self._process = ProcessCollector(registry=None)
-        self._thread: OwnThread[Sequence[Metric]] | None = None
-        self._collected: Sequence[Metric] | None = None
-
-    def describe(self) -> Iterable[Metric]:
-        """Return nothing: what there is, only a scrape collects."""
-        return ()
-
-    def collect(self) -> Iterable[Metric]:
-        seen: set[str] = set()
-        collected, self._collected = self._collected, None
-        theirs = self._theirs() if collected is None else collected
-        for family in (*self._group.collect(), *theirs, *self._process.collect()):
-            if family.name not in seen:
-                seen.add(family.name)
-                yield family
-
-    async def collect_theirs(self) -> None:
-        """Call :meth:`_theirs` in a thread, unless an earlier call still runs, and keep what it gives in time."""
-        if self._registry is None:
-            return
-        if self._thread is None or self._thread.done:
-            self._thread = OwnThread(self._theirs, "metrics of the application")
-        collected: Sequence[Metric] | None = None
-        with anyio.move_on_after(COLLECT_WITHIN), real_work():
-            collected = await self._thread.wait()
-        if collected is None:
-            text = (
-                "the application's own metrics are left out of /metrics: a collector has not answered within %g s: %s"
-            )
-            _log.warning(text, COLLECT_WITHIN, self._thread.where)
-        self._collected = collected or ()
-
-    def _theirs(self) -> Sequence[Metric]:
-        try:
-            if self._registry is REGISTRY and os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
-                return list(MultiProcessCollector(None).collect())  # type: ignore[no-untyped-call]
-            return [] if self._registry is None else list(self._registry.collect())
-        except Exception:  # a collector of the application must not cost the scrape the group's metrics
-            _log.exception("the application's own metrics are left out of /metrics: a collector raised")
-            return []
-
-
-class _Collector:
+class _Collector(Collector):
     """Counts events, and makes the families of a scrape.
 
     It does without the client's own counters: they lock, which the path of each message would pay for, and turn into files if
