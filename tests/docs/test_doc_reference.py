@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,11 @@ import yaml
 import mainspring
 from mainspring import InMemoryMailbox, LoopGroup, MainLoop
 from mainspring.cli.app import app
+from mainspring.telemetry.merged_metrics import merged_page
 from mainspring.telemetry.metrics import GroupMetrics
+from mainspring.telemetry.service_metrics import ServiceMetrics
+from mainspring.testing import run_virtual
+from orchestrator_support import World, spec
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -83,6 +88,8 @@ def test_the_reference_has_every_metric() -> None:
 
     group = LoopGroup([MainLoop(InMemoryMailbox("jobs"), handle)])
     text, _ = GroupMetrics(group).render()
+    services = run_virtual(partial(ServiceMetrics(World([spec("web")]).orchestrator, registry=None).collect, {}))
+    text += merged_page(services, [], "").text
     kinds = dict(re.findall(r"^# TYPE (mainspring_\w+) (\w+)$", text.decode(), re.MULTILINE))
     page = (DOCS / "reference" / "http.md").read_text()
     assert set(re.findall(r"`(mainspring_\w+)`", page)) == set(kinds)
