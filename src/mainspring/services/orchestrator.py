@@ -37,8 +37,8 @@ from mainspring.validation import is_number, is_whole
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from mainspring.services.alerts import AlertTarget
     from mainspring.http.client import Origin
+    from mainspring.services.alerts import AlertTarget
     from mainspring.services.managed_service import ManagedReplica
     from mainspring.services.spawning import Spawner
 
