@@ -94,6 +94,8 @@ class ManagedService:
         self.changes = ConditionVariable()
         self.changing = False
         """True while its replicas are replaced by those of another specification: none may be up meanwhile."""
+        self.times_stopped = 0
+        """How often it was stopped as a whole: what was about to start its replicas does not, if it was meanwhile."""
 
     @property
     def stopped(self) -> bool:

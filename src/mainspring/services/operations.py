@@ -37,10 +37,11 @@ class Operations:
         for below in self._tree.order.with_all_below([name]):
             if below != name:
                 self._tree.start(self._tree.services[below])
-        for each in self._numbers(service, number):
+        numbers = self._numbers(service, number)
+        for each in numbers:
             self._start_if_down(service, each)
-        for each in self._numbers(service, number):
-            await self._until_ready(service.replicas[each], 1)
+        for managed in [service.replicas[each] for each in numbers]:  # a reload may take some away
+            await self._until_ready(managed, 1)
 
     async def stop(self, name: str, number: int | None) -> None:
         """See :meth:`Orchestrator.stop`."""
@@ -55,12 +56,16 @@ class Operations:
         if name is None:
             self.check_running()
             for every in self._tree.order.names:
-                if not self._tree.services[every].stopped:
+                known = self._tree.services.get(every)
+                if known is not None and not known.stopped:
                     await self.restart(every, None)
             return
         service = self._service(name, number)
+        stops = service.times_stopped
         async with self._restarting[name]:
+            self._service(name, number)  # a reload may have taken it away
             for each in self._numbers(service, number):
+                self._check_not_stopped(service, stops)
                 if not self._start_if_down(service, each):
                     managed = service.replicas[each]
                     times = managed.times_ready + 1
@@ -100,7 +105,7 @@ class Operations:
                 service.changing = False
 
     async def _replace_replicas(self, service: ManagedService, spec: ServiceSpec) -> None:
-        stays_down = service.stopped
+        stays_down, stops = service.stopped, service.times_stopped
         service.spec = spec
         for number in [number for number in sorted(service.replicas) if number > spec.replicas]:
             await self._stop_replica(service.replicas[number])
@@ -112,6 +117,7 @@ class Operations:
             if managed is not None:
                 await self._stop_replica(managed)
             self.check_running()
+            self._check_not_stopped(service, stops)
             await self._until_ready(self._tree.start_replica(service, number), 1)
 
     # -------------------------------------------------------------------------------------------------------- one replica
@@ -142,6 +148,14 @@ class Operations:
         else:
             why = "it was told to stop" if managed.stop_asked or self._tree.closing else "its work is done"
         raise ServiceNotRunningError(f"service {managed.name!r} does not run: {why}")
+
+    def _check_not_stopped(self, service: ManagedService, stops: int) -> None:
+        """Check that nothing of a service is to be started against a stop.
+
+        :raises ServiceNotRunningError: it was stopped since it had been so ``stops`` times.
+        """
+        if service.times_stopped != stops:
+            raise ServiceNotRunningError(f"service {service.spec.name!r} does not run: it was told to stop")
 
     def _numbers(self, service: ManagedService, number: int | None) -> list[int]:
         return list(range(1, service.spec.replicas + 1)) if number is None else [number]

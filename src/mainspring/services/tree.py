@@ -242,9 +242,15 @@ class ServiceTree:
 
     def stop_next(self, names: Iterable[str]) -> None:
         """Tell the services among ``names`` to stop on which no other of them depends that is still up."""
-        up = self.up & set(names)
-        for name in self.order.may_stop(up):
-            self.stop_replicas(self.services[name].replicas.values())
+        self.stop_replicas(self._to_be_told(set(names)))
+
+    def _to_be_told(self, names: set[str]) -> list[ManagedReplica]:
+        return [
+            managed
+            for name in self.order.may_stop(self.up & names)
+            for managed in self.services[name].replicas.values()
+            if not managed.ended and not managed.stop_asked
+        ]
 
     def stop_waiting(self) -> None:
         """Tell the replicas to stop that have no process: so none is started any more. Nothing has to stop first."""
@@ -265,12 +271,16 @@ class ServiceTree:
                 managed.replica.hurry()
 
     async def bring_down(self, names: Iterable[str]) -> None:
-        """Stop these services in the reverse order of their start. Cancelled, it stops no further ones."""
+        """Stop these services in the reverse order of their start, with what is started of them meanwhile.
+
+        Cancelled, it stops no further ones.
+        """
         names = set(names)
+        for name in names:
+            self.services[name].times_stopped += 1
         while self.up & names:
             self.stop_next(names)
-            up = self.up & names
-            await self.changes.wait_for(lambda up=up: self.up & names != up)  # type: ignore[misc]
+            await self.changes.wait_for(lambda: not self.up & names or bool(self._to_be_told(names)))
 
     # -------------------------------------------------------------------------------------------------------- standing
 
