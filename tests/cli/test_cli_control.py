@@ -425,3 +425,56 @@ def test_a_supervisor_that_does_not_answer_is_named(place: Path) -> None:
             listener.accept()[0].close()  # the request
             assert command.wait() == 1
             assert "has closed the connection" in command.lines[0]
+
+
+def test_a_supervisor_with_a_full_queue_of_connections_is_waited_for(place: Path) -> None:
+    path = place / "busy.sock"
+    with socket.socket(socket.AF_UNIX) as listener, started("status", "--url", f"unix:{path}", cwd=place) as early:
+        assert early.wait() == 1  # nothing is there yet; it also warms the command up
+        listener.bind(str(path))
+        listener.listen(0)
+        waiting = fill_queue(path)
+        with started("status", "--url", f"unix:{path}", cwd=place) as command:
+            with pytest.raises(subprocess.TimeoutExpired):
+                command.process.wait(1)
+            for one in waiting:
+                listener.accept()[0].close()
+                one.close()
+            answer_next(listener, {"kind": "other"})
+            assert command.wait() == 1
+            assert "is no Mainspring" in command.lines[0]
+
+
+def test_a_supervisor_that_does_not_answer_has_not_ended(place: Path) -> None:
+    path = place / "late.sock"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen(8)
+        with started("drain", "--url", f"unix:{path}", "--wait", "0.3s", cwd=place) as command:
+            answer_next(listener, {"status": "draining", "orchestrator": "late", "state": "running"})
+            assert command.wait() == 1
+            assert "late has not ended within 0.3 s" in command.text
+
+
+def fill_queue(path: Path) -> list[socket.socket]:
+    """Connect until the listener takes no more."""
+    waiting = []
+    while True:
+        one = socket.socket(socket.AF_UNIX)
+        one.setblocking(False)
+        try:
+            one.connect(str(path))
+        except BlockingIOError:
+            one.close()
+            return waiting
+        waiting.append(one)
+
+
+def answer_next(listener: socket.socket, content: object) -> None:
+    """Answer the next request with JSON."""
+    body = json.dumps(content).encode()
+    listener.settimeout(PATIENCE)
+    connection, _ = listener.accept()
+    with connection:
+        connection.recv(65_536)
+        connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from mainspring.cli.control_client import NotReachedError, find_server
+from mainspring.cli.control_client import LateAnswerError, NotReachedError, find_server
 from mainspring.cli.control_status import ServicePlace, find_place
 from mainspring.cli.user_errors import FAILED, UserError, printable, say
 from mainspring.core import clock
@@ -127,7 +127,7 @@ def drain(url: str | None, wait: float, as_json: bool) -> int:
     deadline = clock.monotonic() + wait
     try:
         while clock.monotonic() < deadline:
-            if not _is_there(server):
+            if not _is_there(server, deadline - clock.monotonic()):
                 if not as_json:
                     typer.echo(printable(f"{name}: has ended"))
                 return 0
@@ -139,9 +139,11 @@ def drain(url: str | None, wait: float, as_json: bool) -> int:
     return FAILED
 
 
-def _is_there(server: ControlClient) -> bool:
+def _is_there(server: ControlClient, within: float) -> bool:
     try:
-        server.get("/health/live")
+        server.get("/health/live", within=max(_POLL, within))
+    except LateAnswerError:
+        return True
     except NotReachedError:
         return False
     except UserError:  # a group that is being stopped may say that it does not live

@@ -7,11 +7,13 @@ import os
 import socket
 from contextlib import closing, contextmanager
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from threading import Event
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode, urlsplit
 
 from mainspring.cli.control_socket import running_supervisors
 from mainspring.cli.user_errors import FAILED, WRONG_USE, UserError
+from mainspring.core import clock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -20,6 +22,7 @@ CONTROL = "MAINSPRING_CONTROL"
 ADMIN_TOKEN = "MAINSPRING_ADMIN_TOKEN"  # noqa: S105 - the name of a variable
 TIMEOUT = 10.0
 """Seconds that an answer may take, beyond what the request waits for."""
+_AGAIN = 0.05
 _UNIX = "unix:"
 _LONGEST = 16 << 20
 _WRONG_URL = "write http://HOST:PORT or unix:/PATH"
@@ -30,6 +33,10 @@ class NotReachedError(UserError):
 
     def __init__(self, text: str) -> None:
         super().__init__(text, FAILED)
+
+
+class LateAnswerError(NotReachedError):
+    """Time was up, and it may still be there: busy, or suspended."""
 
 
 class ControlClient:
@@ -57,9 +64,9 @@ class ControlClient:
             raise self._stranger()
         return found
 
-    def get(self, path: str) -> Any:
-        """Return the JSON that a GET is answered with."""
-        with self._request("GET", path, {}, self._timeout) as response:
+    def get(self, path: str, *, within: float = TIMEOUT) -> Any:
+        """Return the JSON that a GET is answered with. ``within``: seconds that the answer may take, at most."""
+        with self._request("GET", path, {}, min(within, self._timeout)) as response:
             return self._content(response)
 
     def post(self, path: str, query: Mapping[str, object] | None = None, *, wait: float = 0.0) -> Any:
@@ -100,7 +107,7 @@ class ControlClient:
             except FileNotFoundError:
                 raise NotReachedError(f"there is no socket {self.url}; is it running?") from None
             except TimeoutError:
-                raise NotReachedError(f"{self.url} has not answered within {timeout or self._timeout:g} s") from None
+                raise LateAnswerError(f"{self.url} has not answered within {timeout or self._timeout:g} s") from None
             except ConnectionError as error:
                 raise NotReachedError(f"{self.url} has closed the connection ({error})") from None
             except HTTPException as error:
@@ -147,7 +154,14 @@ class _UnixConnection(HTTPConnection):
     def connect(self) -> None:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.sock.settimeout(self.timeout)
-        self.sock.connect(self._path)
+        until = clock.monotonic() + (self.timeout or 0.0)
+        while True:
+            try:
+                return self.sock.connect(self._path)
+            except BlockingIOError:  # too many wait for it at once: such a socket does not queue up
+                if clock.monotonic() >= until:
+                    raise TimeoutError from None
+                Event().wait(_AGAIN)
 
 
 def find_server(url: str | None) -> ControlClient:
