@@ -120,7 +120,7 @@ class Mainspring(System):
         return self.run(sys.executable, "-m", "mainspring", "status", "--url", f"unix:{home}/control.sock")
 
     def all_running(self, home: Path, names: list[str]) -> bool:
-        return "mainspring: running (" in (home / "out").read_text(errors="replace")
+        return "services: running (" in (home / "out").read_text(errors="replace")
 
     def output(self, home: Path, service: str) -> list[Path]:
         return [home / "out"]

@@ -118,7 +118,7 @@ def place(tmp_path: Path, runtime_directory: str, monkeypatch: pytest.MonkeyPatc
 def up(place: Path) -> Iterator[Command]:
     """A supervisor that runs."""
     with started("up", "services.yaml", cwd=place) as command:
-        command.expect("mainspring: running")
+        command.expect("services: running")
         yield command
 
 

@@ -68,7 +68,7 @@ def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
 def test_services_start_in_order_and_a_signal_stops_them(tmp_path: Path, loop: str) -> None:
     write(tmp_path)
     with started("up", "services.yaml", "--loop", loop, cwd=tmp_path) as command:
-        command.expect("mainspring: running")
+        command.expect("services: running")
         command.send(signal.SIGTERM)
         assert command.wait() == 0
         said = command.text
@@ -83,7 +83,7 @@ def test_services_start_in_order_and_a_signal_stops_them(tmp_path: Path, loop: s
 def test_a_killed_process_is_replaced(tmp_path: Path) -> None:
     write(tmp_path)
     with started("up", "services.yaml", cwd=tmp_path) as command:
-        command.expect("mainspring: running")
+        command.expect("services: running")
         first = int(re.search(r"store\.1 \| store pid (\d+)", command.text).group(1))
         os.kill(first, signal.SIGKILL)
         command.expect("killed by SIGKILL")
@@ -96,7 +96,7 @@ def test_a_killed_process_is_replaced(tmp_path: Path) -> None:
 def test_nothing_is_left_when_the_supervisor_is_killed(tmp_path: Path) -> None:
     write(tmp_path, TWO.replace("exec sleep 600", "setsid sleep 601 & exec sleep 600"))
     with started("up", "services.yaml", cwd=tmp_path) as command:
-        command.expect("mainspring: running")
+        command.expect("services: running")
         pids = [int(pid) for pid in re.findall(r"pid (\d+)", command.text)]
         command.send(signal.SIGKILL)
         for pid in pids:
@@ -107,7 +107,7 @@ def test_nothing_is_left_when_the_supervisor_is_killed(tmp_path: Path) -> None:
 def test_a_reload_restarts_what_has_changed_and_a_bad_file_changes_nothing(tmp_path: Path) -> None:
     write(tmp_path)
     with started("up", "services.yaml", cwd=tmp_path) as command:
-        command.expect("mainspring: running")
+        command.expect("services: running")
         before = command.text
         write(tmp_path, TWO.replace("replicas: 2", "replicas: two"))
         command.send(signal.SIGHUP)

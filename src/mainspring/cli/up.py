@@ -86,8 +86,10 @@ def _described(config: OrchestratorConfig) -> str:
 
 
 async def _run(options: UpOptions, config: OrchestratorConfig, writer: LineWriter) -> OrchestratorReport:
+    name = Path(options.file).stem
     orchestrator = Orchestrator(
         config.services,
+        name=name,
         strategy=config.strategy,
         max_restarts=config.max_restarts,
         period=config.period,
@@ -96,7 +98,7 @@ async def _run(options: UpOptions, config: OrchestratorConfig, writer: LineWrite
         alerts=config.alerts,
         health_host=options.health_host,
         health_port=options.health_port,
-        control=control_for(Path(options.file).stem, options.control, _log.warning),
+        control=control_for(name, options.control, _log.warning),
     )
     coloured = frozenset(each for each in (1, 2) if os.isatty(each) and "NO_COLOR" not in os.environ)
     lines = ServiceLines(writer, as_json=options.log_json, coloured=coloured)
