@@ -8,7 +8,6 @@ import re
 import signal
 import socket
 import subprocess
-import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from textwrap import dedent

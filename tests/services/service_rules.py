@@ -186,7 +186,7 @@ def _a_kill_comes_after_the_drain_timeout_and_then_it_comes(facts: Facts) -> Ite
         shutdown = spec.lifecycle.shutdown
         told = min((record.told_at for record in family if record.told_at is not None), default=math.inf)
         killed = min((record.killed_at for record in family if record.killed_at is not None), default=math.inf)
-        hook = HOOK_TIMEOUT if HookMoment.PRE_STOP in spec.hooks else 0.0
+        hook = HOOK_TIMEOUT + facts.latency if HookMoment.PRE_STOP in spec.hooks else 0.0
         latest = min(shutdown.drain_timeout, _whole(shutdown.timeout, shutdown))
         earliest = min(latest, _whole(shutdown.timeout - hook, shutdown))
         is_forced = (

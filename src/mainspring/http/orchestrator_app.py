@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from mainspring.services.status import OrchestratorStatus
     from mainspring.telemetry.process_usage import ProcessUsage
 
-_log = Logger("mainspring.http")
+_log = Logger("mainspring.service")
 
 ACT_TIMEOUT = 10.0
 """Seconds that a request waits for what it has asked for, by default. It goes on after that."""
