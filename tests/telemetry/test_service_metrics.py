@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import pytest
@@ -16,6 +16,9 @@ from mainspring.telemetry.process_usage import ProcessUsage
 from mainspring.telemetry.service_metrics import ServiceMetrics
 from mainspring.testing import SimulatedProgram, run_virtual
 from orchestrator_support import World, spec
+
+if TYPE_CHECKING:
+    from mainspring import Alert
 
 Run = Callable[..., Any]
 Samples = dict[str, dict[tuple[str, ...], float]]
@@ -73,6 +76,11 @@ def test_counters_begin_at_zero_for_each_service_and_states_are_told(run: Run) -
 
 
 def test_restarts_and_failed_starts_are_counted_and_what_an_operator_asks_for_is_not(run: Run) -> None:
+    async def take(alert: Alert) -> None: ...
+
+    async def refuse(alert: Alert) -> None:
+        raise ConnectionError
+
     async def main() -> None:
         world = World(
             [spec("web"), spec("bad", core=False), spec("falls", core=False)],
@@ -80,10 +88,11 @@ def test_restarts_and_failed_starts_are_counted_and_what_an_operator_asks_for_is
                 "bad": SimulatedProgram(ready_in=None, lives=0.1, returncode=3),
                 "falls": SimulatedProgram(lives=1, returncode=3),
             },
+            alerts=[take, refuse],
         )
         metrics = metrics_of(world)
         async with world.running() as orchestrator:
-            await anyio.sleep(100)
+            await anyio.sleep(300)
             await orchestrator.restart("web")
             await orchestrator.stop("web")
             await orchestrator.start("web")
@@ -91,6 +100,7 @@ def test_restarts_and_failed_starts_are_counted_and_what_an_operator_asks_for_is
             assert found["mainspring_service_restarts_total"] == {("web",): 0, ("bad",): 1, ("falls",): 3}
             assert found["mainspring_service_failed_starts_total"] == {("web",): 0, ("bad",): 2, ("falls",): 0}
             assert found["mainspring_service_faults_total"]["bad", "given_up"] == 1
+            assert found["mainspring_alerts_total"] == {("sent",): 2, ("failed",): 2}
             assert found["mainspring_service_faults_total"]["web", "given_up"] == 0
 
     run(main)

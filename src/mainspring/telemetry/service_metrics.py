@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from mainspring.telemetry.process_usage import ProcessUsage
 
 PROBE_OUTCOMES = ("passed", "failed")
+ALERT_OUTCOMES = {events.AlertSent: "sent", events.AlertFailed: "failed"}
 SERVICE_FAULTS = {events.ServiceGivenUp: "given_up", events.HookFailed: "hook_failed"}
 
 
@@ -66,6 +67,7 @@ class ServiceMetrics:
             dispatcher.subscribe(events.ServiceStartFailed, collector.start_failed),
             dispatcher.subscribe(events.ProbeAnswered, collector.probe_answered),
             *(dispatcher.subscribe(kind, collector.fault) for kind in SERVICE_FAULTS),
+            *(dispatcher.subscribe(kind, collector.alert) for kind in ALERT_OUTCOMES),
         ]
 
         def unsubscribe() -> None:
@@ -85,6 +87,7 @@ class _ServiceCollector(Collector):
     def __init__(self, source: ServiceStatusSource) -> None:
         self._source = source
         self._services: dict[str, _ServiceFigures] = {}
+        self._alerts = dict.fromkeys(ALERT_OUTCOMES.values(), 0)
         self.usage: Mapping[int, ProcessUsage] = {}
 
     # ------------------------------------------------------------------------------------------------------- counting
@@ -108,6 +111,9 @@ class _ServiceCollector(Collector):
     def fault(self, event: events.ServiceGivenUp | events.HookFailed) -> None:
         self._figures(event.service).faults[SERVICE_FAULTS[type(event)]] += 1
 
+    def alert(self, event: events.AlertSent | events.AlertFailed) -> None:
+        self._alerts[ALERT_OUTCOMES[type(event)]] += 1
+
     def _figures(self, service: str) -> _ServiceFigures:
         return self._services.setdefault(service, _ServiceFigures())
 
@@ -130,6 +136,10 @@ class _ServiceCollector(Collector):
         for each in OrchestratorState:
             state.add_metric([str(each)], float(each is status.state))
         yield state
+        alerts = CounterMetricFamily("mainspring_alerts", "Alerts to each target, by outcome.", labels=["outcome"])
+        for outcome, count in self._alerts.items():
+            alerts.add_metric([outcome], count)
+        yield alerts
         yield from self._counters()
         replicas = [(service.name, replica) for service in status.services for replica in service.replicas]
         yield from _replicas(replicas)
