@@ -395,3 +395,20 @@ async def test_an_address_that_cannot_be_used_is_named_before_anything_starts(tm
         assert not world.spawner.records
     with pytest.raises(ConfigError, match="health_port must be 0 to 65535, or None, not 70000"):
         World([spec("web")], health_port=70_000)
+
+
+@pytest.mark.anyio
+async def test_the_output_of_services_that_reloads_take_away_is_not_kept_for_ever(tmp_path: Path) -> None:
+    path = tmp_path / "control.sock"
+    world = World([spec("keep"), spec("old")], control=path)
+    async with world.running() as orchestrator:
+        while orchestrator.state is not OrchestratorState.RUNNING:
+            await anyio.sleep(0.01)
+        for service in ("old", "keep"):
+            orchestrator.dispatcher.dispatch(ServiceOutput(service, 1, "stdout", f"of {service}"))
+        await orchestrator.reload([spec("keep"), spec("new")])
+        orchestrator.dispatcher.dispatch(ServiceOutput("new", 1, "stdout", "of new"))
+        transport = httpx.AsyncHTTPTransport(uds=str(path))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            answer = await client.get("/logs")
+        assert [json.loads(line)["line"] for line in answer.text.splitlines()] == ["of keep", "of new"]

@@ -193,7 +193,7 @@ class Orchestrator:
         from mainspring.telemetry.service_metrics import ServiceMetrics
 
         scope = await stack.enter_async_context(DaemonScope(f"servers of {self.name}"))
-        output = RecentOutput()
+        output = RecentOutput(known=lambda: self._tree.services)
         stack.callback(self.dispatcher.subscribe(ServiceOutput, output.note))
         stack.callback(output.close)
         metrics = ServiceMetrics(self)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from mainspring.runtime.condition import ConditionVariable
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable
+    from collections.abc import AsyncGenerator, Callable, Container
 
     from mainspring.events import ServiceOutput
 
@@ -24,9 +24,14 @@ UNREAD_CHARACTERS = 1_048_576
 
 
 class RecentOutput:
-    """Keeps the last 300 lines of each replica, 65,536 characters at most. Subscribe :meth:`note` to :class:`ServiceOutput`."""
+    """Keeps the last 300 lines of each replica, 65,536 characters at most. Subscribe :meth:`note` to :class:`ServiceOutput`.
 
-    def __init__(self) -> None:
+    :param known: returns the names of the services that there are. When a replica writes its first line, the lines of
+        services that are gone are forgotten: reloads with new names must not fill the memory. None: they are kept.
+    """
+
+    def __init__(self, known: Callable[[], Container[str]] | None = None) -> None:
+        self._known = known
         self._kept: dict[tuple[str, int], _LastLines] = {}
         self._readers: set[_Reader] = set()
         self._numbers = count()
@@ -37,10 +42,16 @@ class RecentOutput:
         key = event.service, event.replica
         kept = self._kept.get(key)
         if kept is None:
+            self._forget_unknown()
             kept = self._kept[key] = _LastLines(LINES, CHARACTERS)
         kept.add(next(self._numbers), event)
         for reader in self._readers:
             reader.put(event)
+
+    def _forget_unknown(self) -> None:
+        if self._known is not None:
+            known = self._known()
+            self._kept = {key: kept for key, kept in self._kept.items() if key[0] in known}
 
     def close(self) -> None:
         """End the readers that follow, after what they have not read yet."""
