@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from mainspring.services.spawning import ProcessEnd, Spawner
     from mainspring.services.spec import Probe, ServiceSpec
 
+FIRST_PAUSE = 0.1
+"""Seconds between the first two questions of a probe while a process starts: most are ready within a second or two."""
 MEMORY_CHECK_INTERVAL = 5.0
 """Seconds between two looks at the memory of a process that is replaced when it has grown."""
 
@@ -409,9 +411,11 @@ class Replica:
         for probe in (self._startup_probe, self._probe):
             if probe is None:
                 continue
+            pause = FIRST_PAUSE
             while (error := await self._ask(probe)) is not None:
                 self._note_probe(error)
-                await anyio.sleep(spec.lifecycle.startup.health_check_interval)
+                await anyio.sleep(min(pause, spec.lifecycle.startup.health_check_interval))
+                pause *= 2
             self._note_probe(None)
         process.probes_passed = True
         self._condition.notify_all()

@@ -59,7 +59,7 @@ class StartupSettings:
     """How long a service may take to become ready, and how often it is tried.
 
     Each try has ``timeout`` seconds. After ``max_retries`` failed tries in a row the start has failed. While it starts, its
-    probe is asked every ``health_check_interval`` seconds.
+    probe is asked again after 0.1 s, then each time after twice as long, up to every ``health_check_interval`` seconds.
     """
 
     timeout: float = 60.0
