@@ -20,7 +20,7 @@ from mainspring.policies import RestartPolicy
 from mainspring.services.restarts import RestartType
 from mainspring.services.spawning import SpawnError
 from mainspring.services.spec import Replacement, ShutdownSettings, StartupSettings
-from mainspring.testing import SimulatedProcess, SimulatedProgram
+from mainspring.testing import SimulatedProcess, SimulatedProgram, run_virtual
 
 if TYPE_CHECKING:
     from mainspring.services.replica import Replica
@@ -640,3 +640,22 @@ def test_equal_seeds_give_equal_lives() -> None:
             return play.states
 
     assert virtually(main, seed=1) == virtually(main, seed=1) != virtually(main, seed=2)
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_a_restart_that_is_asked_for_as_the_wait_for_the_start_ends_is_not_lost(backend: str) -> None:
+    async def main() -> None:
+        async with anyio.create_task_group() as tasks:
+
+            async def ask(replica: Replica) -> None:
+                replica.request_restart("the others have ended")
+
+            async def turn(replica: Replica) -> None:
+                if not replica.starts:
+                    tasks.start_soon(ask, replica)
+
+            async with playing(before_start=turn) as play:
+                await anyio.sleep(10)
+                assert play.replica.starts == 2
+
+    run_virtual(main, backend=backend)

@@ -199,7 +199,7 @@ class Replica:
         await self._unless(lambda: self._stop_asked, self._wait_before_start)
         if self._stop_asked:
             return ReplicaEnding(False, "stopped", 0)
-        self._restart_asked = self._unwell = None
+        self._unwell = None
         self._process = process = ServiceProcess(
             self.spec, self.number, dispatcher=self._dispatcher, condition=self._condition
         )
@@ -515,6 +515,7 @@ class Replica:
     async def _wait_before_start(self) -> None:
         if self._before_start is not None:
             await self._before_start(self)
+        self._restart_asked = None  # what was asked for until now is this start; another request may come at once
 
     async def _unless(self, over: Callable[[], bool], fn: Callable[[], Awaitable[None]]) -> None:
         """Run ``fn()``, and cancel it as soon as ``over()`` holds."""
