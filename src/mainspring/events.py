@@ -399,11 +399,12 @@ class AlertFailed(Event):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class ProbeChanged(Event):
-    """The probe of a replica has changed its answer: ``error`` is None where it passes."""
+    """The probe of a replica has changed its answer: ``error`` is None where it passes. ``starting``: before it was ready."""
 
     service: str
     replica: int
     error: str | None
+    starting: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

@@ -219,3 +219,14 @@ async def test_the_status_and_the_metrics_of_real_replicas_are_shown(tmp_path: P
             assert "jobs_total" not in asked_in_a_circle.text
             assert json.loads((await client.get("/status", headers={"user-agent": AGENT})).text)["services"]
         orchestrator.request_shutdown("end of the test")
+
+
+async def test_a_page_that_a_replica_does_not_have_is_not_asked_for_again_at_once(tmp_path: Path) -> None:
+    pages = {"status": answer(b"no such page", "text/plain", 404), "metrics": answer(b"jobs 1\n", "text/plain")}
+    async with serving(tmp_path / "a.sock", **pages) as (server, origin):
+        children = Children()
+        for _ in range(3):
+            assert await children.statuses({("a", 1): origin}) == {}
+            assert len(await children.metrics({("a", 1): origin})) == 1
+        asked = [request.split()[1] for request in server.requests]
+        assert (asked.count(b"/status"), asked.count(b"/metrics")) == (1, 3)

@@ -15,7 +15,7 @@ from mainspring.errors import ConfigError
 from mainspring.events import ServiceGivenUp
 from mainspring.runtime.signals import ShutdownCoordinator
 from mainspring.services.orchestrator import Orchestrator
-from mainspring.services.spec import ShutdownSettings
+from mainspring.services.spec import ServiceSpec, ShutdownSettings
 from mainspring.testing import SimulatedProgram, SimulatedSpawner, run_virtual
 from orchestrator_support import World, lifecycle, spec
 
@@ -57,6 +57,34 @@ def test_services_start_when_all_they_depend_on_run_and_stop_before_them(run: Ru
         assert str(report) == "services stopped (end of the test) in 5.00 s: clean"
 
     run(main)
+
+
+@pytest.mark.anyio
+async def test_without_a_spawner_it_starts_processes_of_this_machine() -> None:
+    service = ServiceSpec(name="once", command=("sh", "-c", "exit 0"), restart="temporary")
+    report = await Orchestrator([service]).run(install_signals=False)
+    assert report.exit_status == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        (
+            {"probe": "http://x"},
+            "probe must be an HttpProbe, TcpProbe, ExecProbe, GrpcProbe or a function, not 'http://x'",
+        ),
+        ({"startup_probe": 1}, "startup_probe must be an HttpProbe"),
+        ({"hooks": [("true",)]}, "hooks must be a mapping of moments to lists of Hook"),
+        ({"hooks": {"pre_start": [["true"]]}}, "hooks: pre_start must be a list of Hook"),
+        ({"hooks": {"before": []}}, "hooks: the moment must be one of pre_start, "),
+        ({"resources": {"memory": 1000}}, "resources must be a Resources, not"),
+        ({"lifecycle": {}}, "lifecycle must be a Lifecycle"),
+        ({"replace_after": 5}, "replace_after must be a Replacement"),
+    ],
+)
+def test_a_setting_of_another_type_is_named(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=f"service 'web': {text}"):
+        ServiceSpec(name="web", command=("web",), **settings)
 
 
 def test_a_core_service_that_is_given_up_ends_the_whole(run: Run) -> None:

@@ -368,7 +368,7 @@ async def test_a_replica_calls_a_plain_probe_that_hangs_once(virtual_clock):
         await anyio.to_thread.run_sync(asked.wait, 60)
         virtual_clock.advance(5)  # the clock stands still for a thread
         await anyio.sleep(20)
-        assert play.replica.error == "no answer within 5 s"
+        assert play.replica.error == "not ready yet: no answer within 5 s"
         assert len(calls) == 1
         answer.set()
         await anyio.to_thread.run_sync(calls[0].join, 60)  # or hours of virtual time could pass before it has returned

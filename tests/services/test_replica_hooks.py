@@ -8,7 +8,14 @@ import anyio
 import pytest
 from replica_play import WELL, Play, lifecycle, playing, turns, virtually
 
-from mainspring.events import HookFailed, ProbeChanged, ServiceGivenUp, ServiceProcessEnded, ServiceStartFailed
+from mainspring.events import (
+    HookFailed,
+    ProbeChanged,
+    ServiceGivenUp,
+    ServiceOutput,
+    ServiceProcessEnded,
+    ServiceStartFailed,
+)
 from mainspring.services.spec import (
     ExecProbe,
     HealthCheckSettings,
@@ -86,6 +93,18 @@ def test_a_hook_is_a_command_with_the_environment_of_the_service() -> None:
             assert prepare.launch.environment["A"] == "b"
             assert not prepare.launch.notify
             assert (prepare.ended_at, main_.started_at, tidy.started_at, play.ended_at) == (2, 2, 10, 13)
+
+    virtually(main)
+
+
+def test_what_a_hook_writes_is_output_of_the_service() -> None:
+    async def main() -> None:
+        hook = SimulatedProgram(lines=("migrating", "done"), ready_in=None, lives=0.0)
+        async with playing(
+            WELL, programs={"migrate": hook}, hooks={HookMoment.PRE_START: (Hook(("migrate",)),)}
+        ) as play:
+            await anyio.sleep(1)
+            assert [event.line for _, event in play.of(ServiceOutput)] == ["migrating", "done"]
 
     virtually(main)
 

@@ -127,6 +127,7 @@ CASES = [
     (events.AlertFailed("webhook a.b", "service given up", "web", 2, "1f", "x"), "ERROR", "did not reach webhook a.b: x"),
     (events.ProbeChanged("web", 2, "refused"), "WARNING", "web.2: probe fails: refused"),
     (events.ProbeChanged("web", 2, None), "INFO", "web.2: probe passes"),
+    (events.ProbeChanged("web", 2, "refused", starting=True), "INFO", "web.2: not ready yet: refused"),
     (events.HookFailed("web", 2, "pre_start", "status 1", aborts=True), "ERROR", "failed, which aborts that: status 1"),
     (events.HookFailed("web", 2, "post_stop", "late", aborts=False), "WARNING", "post_stop failed, it goes on without: late"),
 ]  # fmt: skip

@@ -137,7 +137,7 @@ def _place_row(place: ServicePlace, cpu: dict[tuple[str, int], float] | None) ->
         processor = f"{sum(shares):.0%}" if shares else "-"
     state = service["state"] if place.replica is None else place.replica["state"]
     if service["failed"] and not place.works:
-        state = "given up"
+        state = "failed"
     uptime = max((each["uptime"] for each in replicas), default=0.0)
     return [
         place.name if place.replica is None else f"  {place.name}",

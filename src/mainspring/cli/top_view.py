@@ -22,7 +22,7 @@ _HELP = {
     "group": "arrows/jk select   q quit",
     "logs": "l back   q quit",
 }
-_STYLES = {"running": "", "degraded": "yellow", "stopped": "dim", "given up": "red", "paused": "dim", "crashed": "red"}
+_STYLES = {"running": "", "degraded": "yellow", "stopped": "dim", "failed": "red", "paused": "dim", "crashed": "red"}
 _AROUND = 4
 """Lines of the screen that are no rows: the headline, the head of the table, the message and the keys."""
 

@@ -27,6 +27,9 @@ ASK_ALL_WITHIN = 5.0
 AT_ONCE = 64
 LONGEST = 1 << 20
 """The most bytes that are taken of an answer."""
+NOT_FOUND = 404
+ASK_AGAIN = 60.0
+"""Seconds after which a page that a replica does not have is asked for again: its server may be of any make."""
 AGENT = "mainspring-orchestrator"
 TEXT_FORMAT = "text/plain"
 _REMEMBERED = 1_000
@@ -41,6 +44,8 @@ class Children:
 
     def __init__(self) -> None:
         self._told: set[str] = set()
+        self._missing: dict[tuple[ReplicaKey, str], float] = {}
+        """Until when a replica is not asked for a page that it does not have."""
 
     async def statuses(self, servers: Mapping[ReplicaKey, Origin]) -> dict[ReplicaKey, Any]:
         """Return the JSON objects that they answer at ``/status``."""
@@ -74,6 +79,9 @@ class Children:
         self, servers: Mapping[ReplicaKey, Origin], path: str, accept: str
     ) -> dict[ReplicaKey, HttpAnswer]:
         """Return the answers with status 200 that come in time."""
+        now = anyio.current_time()
+        self._missing = {page: until for page, until in self._missing.items() if until > now}
+        servers = {key: origin for key, origin in servers.items() if (key, path) not in self._missing}
         limiter = anyio.CapacityLimiter(AT_ONCE)
         answers: dict[ReplicaKey, HttpAnswer] = {}
         failures = dict.fromkeys(servers, f"no answer within {ASK_WITHIN:g} s")
@@ -93,4 +101,7 @@ class Children:
         for (service, replica), why in failures.items():
             if (service, replica) not in answers:
                 self.tell_once(f"replica {replica} of service {service!r} does not answer at {path}: {why}")
+        for key, answer in answers.items():
+            if answer.status == NOT_FOUND:
+                self._missing[key, path] = now + ASK_AGAIN
         return {key: answers[key] for key in servers if key in answers and answers[key].status == 200}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import anyio
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from mainspring.services.spawning import Launch, ProcessEnd, Spawner, Stream
 
@@ -41,11 +41,14 @@ class CommandResult(NamedTuple):
 class _Tail:
     """Keeps the last lines of a command's output."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_line: Callable[[Stream, str], object] | None) -> None:
+        self._on_line = on_line
         self._lines: deque[bytes] = deque()
         self._size = 0
 
     def on_line(self, stream: Stream, line: str) -> None:
+        if self._on_line is not None:
+            self._on_line(stream, line)
         said = line.encode(errors="replace") + b"\n"
         self._lines.append(said)
         self._size += len(said)
@@ -59,14 +62,16 @@ class _Tail:
         return b"".join(self._lines)[-MAX_OUTPUT:].decode(errors="ignore")
 
 
-async def run_command(spawner: Spawner, launch: Launch, *, timeout: float) -> CommandResult:
-    """Start a command, and wait at most ``timeout`` seconds for its end.
+async def run_command(
+    spawner: Spawner, launch: Launch, *, timeout: float, on_line: Callable[[Stream, str], object] | None = None
+) -> CommandResult:
+    """Start a command, and wait at most ``timeout`` seconds for its end. ``on_line`` is called with each line of its output.
 
     Nothing of it is left afterwards: what it has started in the background is killed with it. So it is on cancellation.
 
     :raises SpawnError: it cannot be started.
     """
-    tail = _Tail()
+    tail = _Tail(on_line)
     end: ProcessEnd | None = None
     with anyio.move_on_after(timeout):
         process = await spawner.spawn(launch, tail)

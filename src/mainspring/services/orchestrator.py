@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import anyio
 
 from mainspring.core.dispatcher import Dispatcher
+from mainspring.core.loggers import Logger
 from mainspring.core.state_machine import ORCHESTRATOR, OrchestratorState, StateMachine, Transition
 from mainspring.errors import ConfigError, InvalidParameterError, MainspringError
 from mainspring.events import OrchestratorStateChanged, ServiceOutput, ShutdownRequested
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from mainspring.services.managed_service import ManagedReplica
     from mainspring.services.spawning import Spawner
 
+_log = Logger("mainspring.service")
 _STUCK_AFTER = 1.0
 """Seconds beyond the last kill after which a replica that has not ended is cancelled."""
 
@@ -58,7 +60,8 @@ class Orchestrator:
     :param max_restarts: more restarts than that within ``period`` seconds end the whole; None: no limit.
     :param shutdown: ``timeout`` caps the stop of all services together; what is left is killed. A service whose own
         settings of the stop (other than the defaults) have a longer ``timeout`` has that.
-    :param spawner: starts the processes. Entered by :meth:`run`.
+    :param spawner: starts the processes; None: on this machine. Entered by :meth:`run`. A test gives a
+        :class:`~mainspring.testing.SimulatedSpawner`.
     :param dispatcher: hears all events.
     :param stay_up: True if it waits for requests when all services have ended.
     :param health_host: where the health server listens. ``unix:/path`` for a Unix socket.
@@ -79,7 +82,7 @@ class Orchestrator:
         max_restarts: int | None = None,
         period: float = 60.0,
         shutdown: ShutdownSettings | None = None,
-        spawner: Spawner,
+        spawner: Spawner | None = None,
         dispatcher: Dispatcher | None = None,
         stay_up: bool = False,
         health_host: str = "127.0.0.1",
@@ -93,7 +96,7 @@ class Orchestrator:
         """How its run ended; None before."""
         self._news = OrchestratorNews(None, self._stop_within)
         self._shutdown = ShutdownSettings() if shutdown is None else shutdown
-        self._spawner = spawner
+        self._spawner = _default_spawner() if spawner is None else spawner
         self._stay_up = stay_up
         self._health = None if health_port is None else (health_host, _port(health_port))
         self._control = None if control is None else os.fspath(control)
@@ -201,6 +204,8 @@ class Orchestrator:
         options = {"output": output, "metrics": metrics, "replica_servers": self._replica_servers}
         urls = [await start(self, scope, host, port, **options) for host, port in wanted]
         self._health_url = urls[0] if self._health is not None else None
+        for url in urls:
+            _log.info("%s: listening on %s", self.name, url)
 
     async def _run_services(self, spawner: Spawner, scope: DaemonScope, places: SocketPlaces) -> None:
         self._began_stop = anyio.current_time()  # of a stop that was asked for before the run
@@ -432,6 +437,12 @@ def _checked(services: Sequence[ServiceSpec]) -> list[ServiceSpec]:
     if not services:
         raise ConfigError("Orchestrator: it needs at least one service")
     return list(services)
+
+
+def _default_spawner() -> Spawner:
+    from mainspring.services.spawner import ProcessSpawner  # late: a simulation does without it
+
+    return ProcessSpawner()
 
 
 def _port(port: int) -> int:

@@ -16,6 +16,7 @@ from mainspring.events import (
     ProbeAnswered,
     ProbeChanged,
     ServiceGivenUp,
+    ServiceOutput,
     ServiceProcessEnded,
     ServiceProcessStarted,
     ServiceStartFailed,
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from mainspring.http.client import Origin
     from mainspring.services.commands import CommandResult
     from mainspring.services.restarts import RestartDecision
-    from mainspring.services.spawning import ProcessEnd, Spawner
+    from mainspring.services.spawning import ProcessEnd, Spawner, Stream
     from mainspring.services.spec import Probe, ServiceSpec
 
 FIRST_PAUSE = 0.1
@@ -413,10 +414,10 @@ class Replica:
                 continue
             pause = FIRST_PAUSE
             while (error := await self._ask(probe)) is not None:
-                self._note_probe(error)
+                self._note_probe(error, starting=True)
                 await anyio.sleep(min(pause, spec.lifecycle.startup.health_check_interval))
                 pause *= 2
-            self._note_probe(None)
+            self._note_probe(None, starting=True)
         process.probes_passed = True
         self._condition.notify_all()
         health = Health(settings)
@@ -442,11 +443,11 @@ class Replica:
             self._dispatcher.dispatch(ProbeAnswered(self.spec.name, self.number, error))
         return error
 
-    def _note_probe(self, error: str | None) -> None:
-        self.error = error
+    def _note_probe(self, error: str | None, *, starting: bool = False) -> None:
+        self.error = f"not ready yet: {error}" if starting and error is not None else error
         if self._probe_error != error:
             self._probe_error = error
-            self._dispatcher.dispatch(ProbeChanged(self.spec.name, self.number, error))
+            self._dispatcher.dispatch(ProbeChanged(self.spec.name, self.number, error, starting))
 
     # ---------------------------------------------------------------------------------------------------- hooks, commands
 
@@ -462,7 +463,7 @@ class Replica:
         passed: list[bool] = []
 
         async def run_all() -> None:
-            passed.append(await run_hooks(moment, hooks, settings=settings, run=self._run_command, failed=failed))
+            passed.append(await run_hooks(moment, hooks, settings=settings, run=self._run_hook, failed=failed))
 
         def is_pointless() -> bool:
             if moment in (HookMoment.PRE_STOP, HookMoment.POST_STOP):
@@ -472,8 +473,17 @@ class Replica:
         await self._unless(is_pointless, run_all)
         return not passed or passed[0]
 
+    async def _run_hook(self, command: tuple[str, ...]) -> CommandResult:
+        """Run a command of a hook. What it writes is output of the service."""
+
+        def on_line(stream: Stream, line: str) -> None:
+            self._dispatcher.dispatch(ServiceOutput(self.spec.name, self.number, stream, line))
+
+        launch = self._launch(command, notify=False)
+        return await run_command(self._spawner, launch, timeout=math.inf, on_line=on_line)
+
     async def _run_command(self, command: tuple[str, ...]) -> CommandResult:
-        """Run a command of a probe or a hook; they have timeouts of their own."""
+        """Run a command of a probe, which has a timeout of its own."""
         return await run_command(self._spawner, self._launch(command, notify=False), timeout=math.inf)
 
     def _launch(self, command: tuple[str, ...], *, notify: bool) -> Launch:

@@ -231,6 +231,9 @@ CallableProbe: TypeAlias = Callable[[], Awaitable[object] | object]
 Probe: TypeAlias = HttpProbe | TcpProbe | ExecProbe | GrpcProbe | CallableProbe
 
 
+_PROBES = (HttpProbe, TcpProbe, ExecProbe, GrpcProbe)
+
+
 class HookMoment(StrEnum):
     """When a hook runs."""
 
@@ -328,6 +331,15 @@ class ServiceSpec:
         object.__setattr__(self, "listen", texts(whose, "listen", self.listen))
         if not self.command or not self.command[0]:
             raise ConfigError(f"service {self.name!r}: command must name a program")
+        for name, kind in (("resources", Resources), ("lifecycle", Lifecycle), ("replace_after", Replacement)):
+            if not isinstance(getattr(self, name), kind):
+                raise ConfigError(f"{whose}: {name} must be a {kind.__name__}, not {getattr(self, name)!r:.100}")
+        for name in ("probe", "startup_probe"):
+            probe = getattr(self, name)
+            if probe is not None and not isinstance(probe, _PROBES) and not callable(probe):
+                kinds = "an HttpProbe, TcpProbe, ExecProbe, GrpcProbe or a function"
+                raise ConfigError(f"{whose}: {name} must be {kinds}, not {probe!r:.100}")
+        object.__setattr__(self, "hooks", _hooks(whose, self.hooks))
         _check_whole(self, 1, "replicas")
         _check_seconds(self, "ready_after")
         try:
@@ -349,3 +361,20 @@ class ServiceSpec:
     def tells_ready(self) -> bool:
         """True if there is a probe, a line or a notification that says that a process is ready."""
         return self.notify or any(each is not None for each in (self.probe, self.startup_probe, self.ready_line))
+
+
+def _hooks(whose: str, hooks: object) -> Mapping[HookMoment, tuple[Hook, ...]]:
+    """Return the hooks by their moment.
+
+    :raises ConfigError: they are something else.
+    """
+    if not isinstance(hooks, Mapping):
+        raise ConfigError(f"{whose}: hooks must be a mapping of moments to lists of Hook, not {hooks!r:.100}")
+    found = {}
+    for moment, each in hooks.items():
+        if moment not in list(HookMoment):
+            raise ConfigError(f"{whose}: hooks: the moment must be one of {', '.join(HookMoment)}, not {moment!r:.100}")
+        if isinstance(each, str) or not isinstance(each, Sequence) or not all(isinstance(hook, Hook) for hook in each):
+            raise ConfigError(f"{whose}: hooks: {moment} must be a list of Hook, not {each!r:.100}")
+        found[HookMoment(moment)] = tuple(each)
+    return found

@@ -328,6 +328,8 @@ def _alert_failed(event: events.AlertFailed) -> None:
 def _probe(event: events.ProbeChanged) -> None:
     if event.error is None:
         _say(_service, logging.INFO, event, "probe passes")
+    elif event.starting:
+        _say(_service, logging.INFO, event, f"not ready yet: {event.error}")
     else:
         _say(_service, logging.WARNING, event, f"probe fails: {event.error}")
 
