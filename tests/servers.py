@@ -18,6 +18,7 @@ import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, NoReturn
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
@@ -388,7 +389,23 @@ def _nats_works() -> bool:
 def nats() -> Iterator[str]:
     """The URL of a NATS server."""
     with server("MAINSPRING_NATS_URL", "nats://127.0.0.1:4222", _nats_works, NatsServer) as url:
+        _make_lasting_stream(url)
         yield url
+
+
+def _make_lasting_stream(url: str) -> None:
+    """Make a stream that no test deletes.
+
+    With its last stream a server also deletes their directory. A stream that another test makes at that instant has no place.
+    """
+    parts = urlsplit(url)
+    body = json.dumps({"name": "tests", "subjects": ["tests.none"], "storage": "file"}).encode()
+    with suppress(OSError), socket.create_connection((parts.hostname or "127.0.0.1", parts.port or 4222), 5) as client:
+        head = f"PUB $JS.API.STREAM.CREATE.tests tests.made {len(body)}\r\n".encode()
+        client.sendall(b"CONNECT {}\r\nSUB tests.made 1\r\n" + head + body + b"\r\n")
+        heard = b""
+        while b"MSG tests.made" not in heard and (received := client.recv(4096)):
+            heard += received
 
 
 @pytest.fixture(scope="session")

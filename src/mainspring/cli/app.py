@@ -495,7 +495,8 @@ def up(
 
     SIGTERM and Ctrl-C stop them in the reverse order of their start. A second one is passed on to all of them, a third kills
     them. SIGHUP reads the file again: only what has changed restarts. The exit status is 0 after a clean stop, 70 where a
-    process had to be killed, 128+n where signal n forced it, 1 where a core service could not be kept running.
+    process had to be killed or ended with a status other than 0 and 143, 128+n where signal n forced it, 1 where a core
+    service could not be kept running.
     """
     from mainspring.cli.up import UpOptions, up_file
 

@@ -35,8 +35,9 @@ class OrchestratorReport:
 
     @property
     def exit_status(self) -> int:
-        """The exit status: 0 clean, 1 a core service was given up, 70 a process had to be killed at the stop, 128 + n forced
-        by a second signal n. If all services had ended by themselves it is the highest status of theirs."""
+        """The exit status: 0 clean, 1 a core service was given up, 70 a process had to be killed at the stop or ended with a
+        status other than 0 and 143, 128 + n forced by a second signal n. If all services had ended by themselves it is the
+        highest status of theirs."""
         if self.forced_by is not None:
             return EXIT_BY_SIGNAL + self.forced_by
         if self.failure is not None:
