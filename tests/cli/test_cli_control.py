@@ -309,6 +309,20 @@ def test_ctrl_c_stops_waiting_and_the_operation_goes_on(place: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_file_that_cannot_be_read_to_its_end_keeps_nothing_else_waiting(place: Path, up: Command) -> None:
+    (place / "services.yaml").unlink()
+    os.mkfifo(place / "services.yaml")
+    up.send(signal.SIGHUP)
+    assert run("restart", "store", cwd=place).returncode == 0
+    (place / "services.yaml").write_text(dedent(SERVICES))
+    up.expect("services.yaml is in force")
+    up.send(signal.SIGHUP)
+    assert run("status", cwd=place).returncode == 0
+    up.send(signal.SIGTERM)
+    assert up.wait() == 0
+
+
+@pytest.mark.slow
 def test_logs_print_the_last_lines_and_follow(place: Path, up: Command) -> None:
     ended = run("logs", "web.2", "-n", "1", cwd=place)
     assert ended.stdout == f"web.2 | web pid {pids(place)['web.2']} on\n"

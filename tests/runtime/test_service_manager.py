@@ -326,12 +326,15 @@ def test_a_reload_is_told_from_its_begin_to_its_end_however_it_ends(
     orchestrator = Orchestrator([web], spawner=SimulatedSpawner({"web": SimulatedProgram(ready_in=3.0)}))
     heard: list[list[dict[str, str]]] = []
 
+    async def specified_anew() -> list[ServiceSpec]:
+        return [replace(web, ready_after=4)]
+
     async def act() -> None:
         await anyio.sleep(1)
         await orchestrator.reload([replace(web, ready_after=2)])
         await anyio.sleep(1)
         heard.append(manager.heard())
-        await orchestrator.reload(lambda: [replace(web, ready_after=4)])
+        await orchestrator.reload(specified_anew)
         heard.append(manager.heard())
         with pytest.raises(ConfigError):
             await orchestrator.reload([])

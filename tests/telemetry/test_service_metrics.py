@@ -63,6 +63,10 @@ def test_counters_begin_at_zero_for_each_service_and_states_are_told(run: Run) -
             states = {key: value for key, value in found["mainspring_service_state"].items() if value}
             assert states == {(*key, "running"): 1 for key in (("store", "1"), ("store", "2"), ("web", "1"))}
             assert len(found["mainspring_service_state"]) == 3 * len(ServiceState)
+            moves = {key: value for key, value in found["mainspring_service_transitions_total"].items() if value}
+            assert moves == {
+                ("store", "starting"): 2, ("store", "running"): 2, ("web", "starting"): 1, ("web", "running"): 1,
+            }  # fmt: skip
             assert found["mainspring_orchestrator_state"] == {
                 (str(state),): float(state is OrchestratorState.RUNNING) for state in OrchestratorState
             }

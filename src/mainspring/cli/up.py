@@ -28,6 +28,7 @@ from mainspring.services.config import read_config
 from mainspring.services.orchestrator import Orchestrator
 from mainspring.services.spawner import ProcessSpawner
 from mainspring.telemetry import logs
+from mainspring.threads.own_thread import OwnThread
 from mainspring.validation import counted
 
 if TYPE_CHECKING:
@@ -117,8 +118,8 @@ async def _reload_on_hangup(
 ) -> None:
     """Read the file again at each SIGHUP. A file with faults changes nothing."""
 
-    def read() -> Sequence[ServiceSpec]:
-        new = read_config(path)
+    async def read() -> Sequence[ServiceSpec]:
+        new = await OwnThread(partial(read_config, path), f"read {path}").wait()  # a file of a network may hang
         if replace(new, services=config.services) != config:
             _log.warning("%s: only changes of services take effect without a restart of the supervisor", path)
         _log.info("%s was read again: %s", path, _described(new))

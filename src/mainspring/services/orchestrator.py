@@ -36,7 +36,7 @@ from mainspring.threads.entry import AnywhereEvent, Entry
 from mainspring.validation import is_number, is_whole
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from mainspring.http.client import Origin
     from mainspring.services.alerts import AlertTarget
@@ -341,11 +341,11 @@ class Orchestrator:
         """
         await self._operations.restart(service, replica)
 
-    async def reload(self, services: Sequence[ServiceSpec] | Callable[[], Sequence[ServiceSpec]]) -> None:
+    async def reload(self, services: Sequence[ServiceSpec] | Callable[[], Awaitable[Sequence[ServiceSpec]]]) -> None:
         """Run these services from now on. Return when all that has changed runs.
 
-        A function is called for them, and what it raises is raised. A service manager hears of the reload from its begin to its
-        end, however it ends.
+        An async function is called for them, and what it raises is raised. A service manager hears of the reload from its begin
+        to its end, however it ends.
 
         Services that are no longer named are stopped, new ones are started, and those that have changed are restarted, one
         replica after the other. A change of ``replicas`` or ``depends_on`` alone restarts nothing.
@@ -357,7 +357,7 @@ class Orchestrator:
         self._operations.check_running()
         self._news.reloading()
         try:
-            await self._operations.change(_checked(services() if callable(services) else services))
+            await self._operations.change(_checked(await services() if callable(services) else services))
         except MainspringError as error:
             self._news.reloaded(f"reload failed: {error}")
             raise

@@ -37,9 +37,10 @@ class ServiceStatusSource(Protocol):
 class _ServiceFigures:
     """What is counted for one service."""
 
-    __slots__ = ("failed_starts", "faults", "probes", "restarts", "start_seconds")
+    __slots__ = ("failed_starts", "faults", "probes", "restarts", "start_seconds", "transitions")
 
     def __init__(self) -> None:
+        self.transitions: dict[ServiceState, int] = dict.fromkeys(ServiceState, 0)
         self.restarts = 0
         self.failed_starts = 0
         self.start_seconds = Histogram()
@@ -93,6 +94,7 @@ class _ServiceCollector(Collector):
     # ------------------------------------------------------------------------------------------------------- counting
 
     def moved(self, event: events.ServiceStateChanged) -> None:
+        self._figures(event.service).transitions[event.new] += 1
         if event.old is ServiceState.STARTING and event.new is ServiceState.RUNNING:
             self._figures(event.service).start_seconds.add(event.seconds)
 
@@ -157,7 +159,14 @@ class _ServiceCollector(Collector):
             "mainspring_service_probes", "Answers of probes, by outcome.", labels=["service", "outcome"]
         )
         faults = CounterMetricFamily("mainspring_service_faults", "What went wrong.", labels=["service", "kind"])
+        moves = CounterMetricFamily(
+            "mainspring_service_transitions",
+            "Changes of state of its replicas, by the new state.",
+            labels=["service", "state"],
+        )
         for name, figures in self._services.items():
+            for new, times in figures.transitions.items():
+                moves.add_metric([name, str(new)], times)
             restarts.add_metric([name], figures.restarts)
             failed.add_metric([name], figures.failed_starts)
             figures.start_seconds.fill(took, name)
@@ -165,7 +174,7 @@ class _ServiceCollector(Collector):
                 probes.add_metric([name, outcome], count)
             for kind, count in figures.faults.items():
                 faults.add_metric([name, kind], count)
-        return restarts, failed, took, probes, faults
+        return moves, restarts, failed, took, probes, faults
 
     def _usage(self, replicas: Sequence[tuple[str, ReplicaStatus]]) -> Iterable[Metric]:
         labels = ["service", "replica"]
