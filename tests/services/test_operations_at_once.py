@@ -141,3 +141,34 @@ def test_a_restart_of_all_passes_over_services_that_a_reload_takes_away(run: Run
             assert running(world) == ["a.1"]
 
     run(main)
+
+
+def test_a_reload_that_waits_for_a_restart_stops_nothing_out_of_turn_in_a_shutdown(run: Run) -> None:
+    async def main() -> None:
+        world = World([spec("store"), spec("web", "store")], {"web": SLOW, "store": SimulatedProgram(ready_in=10)})
+        said: list[str] = []
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(world.run)
+            await anyio.sleep(20)
+            tasks.start_soon(perform, said, world.orchestrator.restart("store"))
+            await anyio.sleep(1)
+            changed = [spec("store", environment={"A": "1"}), spec("web", "store")]
+            tasks.start_soon(perform, said, world.orchestrator.reload(changed))
+            await anyio.sleep(1)
+            world.orchestrator.request_shutdown("enough")
+        assert (world.told("web"), world.ended("web"), world.told("store")[-1]) == ([22], [27], 27)
+        assert len(said) == 2
+
+    run(main)
+
+
+def test_a_restart_of_what_has_ended_starts_what_it_depends_on(run: Run) -> None:
+    async def main() -> None:
+        world = World([spec("store"), spec("web", "store")])
+        async with world.running() as orchestrator:
+            await anyio.sleep(1)
+            await orchestrator.stop("store")
+            await orchestrator.restart("web")
+            assert running(world) == ["store.1", "web.1"]
+
+    run(main)

@@ -34,9 +34,7 @@ class Operations:
     async def start(self, name: str, number: int | None) -> None:
         """See :meth:`Orchestrator.start`."""
         service = self._service(name, number)
-        for below in self._tree.order.with_all_below([name]):
-            if below != name:
-                self._tree.start(self._tree.services[below])
+        self._start_below(name)
         numbers = self._numbers(service, number)
         for each in numbers:
             self._start_if_down(service, each)
@@ -65,6 +63,7 @@ class Operations:
         async with self._restarting[name]:
             self._service(name, number)  # a reload may have taken it away
             for each in self._numbers(service, number):
+                self.check_running()
                 self._check_not_stopped(service, stops)
                 if not self._start_if_down(service, each):
                     managed = service.replicas[each]
@@ -108,12 +107,14 @@ class Operations:
         stays_down, stops = service.stopped, service.times_stopped
         service.spec = spec
         for number in [number for number in sorted(service.replicas) if number > spec.replicas]:
+            self.check_running()
             await self._stop_replica(service.replicas[number])
             del service.replicas[number]
         for number in range(1, spec.replicas + 1):
             managed = service.replicas.get(number)
             if stays_down or (managed is not None and not managed.failed and not _differ(managed.spec, spec)):
                 continue
+            self.check_running()  # the shutdown stops it in its turn
             if managed is not None:
                 await self._stop_replica(managed)
             self.check_running()
@@ -122,10 +123,17 @@ class Operations:
 
     # -------------------------------------------------------------------------------------------------------- one replica
 
+    def _start_below(self, name: str) -> None:
+        """Start what a service depends on."""
+        for below in self._tree.order.with_all_below([name]):
+            if below != name:
+                self._tree.start(self._tree.services[below])
+
     def _start_if_down(self, service: ManagedService, number: int) -> bool:
         if number in service.replicas and not service.replicas[number].ended:
             return False
         self.check_running()
+        self._start_below(service.spec.name)
         self._tree.start_replica(service, number)
         return True
 

@@ -334,7 +334,8 @@ class Orchestrator:
 
         None: those of all services, in the order of their start, but of those that were stopped.
 
-        What has ended is started. What depends on the service runs on. Cancelled, it restarts no further replicas.
+        What has ended is started, with what it depends on. What depends on the service runs on. Cancelled, it restarts no
+        further replicas.
 
         :raises ServiceNotFoundError: there is no such service or replica.
         :raises ServiceNotRunningError: a replica does not come to run again. The next ones are left as they are.
