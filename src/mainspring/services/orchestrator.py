@@ -204,8 +204,8 @@ class Orchestrator:
         options = {"output": output, "metrics": metrics, "replica_servers": self._replica_servers}
         urls = [await start(self, scope, host, port, **options) for host, port in wanted]
         self._health_url = urls[0] if self._health is not None else None
-        for url in urls:
-            _log.info("%s: listening on %s", self.name, url)
+        if self._health_url is not None:
+            _log.info("%s: health server at %s", self.name, self._health_url)
 
     async def _run_services(self, spawner: Spawner, scope: DaemonScope, places: SocketPlaces) -> None:
         self._began_stop = anyio.current_time()  # of a stop that was asked for before the run
