@@ -437,6 +437,7 @@ def test_a_supervisor_that_does_not_answer_is_named(place: Path) -> None:
             assert "has closed the connection" in command.lines[0]
 
 
+@pytest.mark.slow
 def test_a_supervisor_with_a_full_queue_of_connections_is_waited_for(place: Path) -> None:
     path = place / "busy.sock"
     with socket.socket(socket.AF_UNIX) as listener, started("status", "--url", f"unix:{path}", cwd=place) as early:

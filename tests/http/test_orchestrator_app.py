@@ -318,7 +318,7 @@ async def test_the_control_socket_is_this_users_and_serves_until_all_has_ended(t
     path = tmp_path / "control.sock"
     world = World(
         [spec("web")],
-        {"web": SimulatedProgram(stops_in=0.3)},
+        {"web": SimulatedProgram(stops_in=0.1)},
         control=path,
         health_port=0,
     )
