@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
+from pathlib import Path
+from textwrap import dedent
 from typing import TYPE_CHECKING
 
 import cli_helpers
@@ -31,3 +33,22 @@ def start_of_commands(
     assert os.path.isdir(runtime_directory)
     cli_helpers.warm = not is_full(pytestconfig)
     cli_helpers.run("--version", cwd=tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture
+def place(
+    request: pytest.FixtureRequest, tmp_path: Path, runtime_directory: str, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """A directory with the ``SERVICES`` of the test's module as services.yaml, and a fresh one for control sockets."""
+    directory = Path(runtime_directory, f"{os.getpid()}-{len(os.listdir(runtime_directory))}")
+    monkeypatch.setenv("MAINSPRING_RUNTIME_DIR", str(directory))
+    (tmp_path / "services.yaml").write_text(dedent(request.module.SERVICES), encoding="utf-8")
+    return tmp_path
+
+
+@pytest.fixture
+def up(place: Path) -> Iterator[cli_helpers.Command]:
+    """A supervisor that runs, in the directory ``place``."""
+    with cli_helpers.started("up", "services.yaml", cwd=place) as command:
+        command.expect("services: running")
+        yield command

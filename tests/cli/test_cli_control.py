@@ -36,23 +36,6 @@ services:
 """
 
 
-@pytest.fixture
-def place(tmp_path: Path, runtime_directory: str, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory for files, and a fresh one for sockets."""
-    directory = Path(runtime_directory, f"{os.getpid()}-{len(os.listdir(runtime_directory))}")
-    monkeypatch.setenv("MAINSPRING_RUNTIME_DIR", str(directory))
-    (tmp_path / "services.yaml").write_text(dedent(SERVICES), encoding="utf-8")
-    return tmp_path
-
-
-@pytest.fixture
-def up(place: Path) -> Iterator[Command]:
-    """A supervisor that runs, in the directory ``place``."""
-    with started("up", "services.yaml", cwd=place) as command:
-        command.expect("services: running")
-        yield command
-
-
 def sockets() -> list[Path]:
     """The sockets that a command would find."""
     return sorted(Path(os.environ["MAINSPRING_RUNTIME_DIR"]).glob("*.sock"))

@@ -14,18 +14,17 @@ import subprocess
 import termios
 import time
 from contextlib import contextmanager
-from pathlib import Path
-from textwrap import dedent
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from cli_helpers import MAINSPRING, PATIENCE, Command, only_line, run, started
+from cli_helpers import MAINSPRING, PATIENCE, Command, only_line, run
 from rich.console import Console
 
 from mainspring.cli.top_view import TopView
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 SERVICES = """
 lifecycle: {restart_policy: {initial_delay: 0, jitter: none}}
@@ -102,24 +101,6 @@ def top(cwd: Path, *arguments: str) -> Iterator[Terminal]:
         terminal.process.wait()
         os.close(terminal.ours)
         os.close(terminal.theirs)
-
-
-@pytest.fixture
-def place(tmp_path: Path, runtime_directory: str, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory for files, and a fresh one for sockets."""
-    monkeypatch.setenv(
-        "MAINSPRING_RUNTIME_DIR", str(Path(runtime_directory, f"top-{len(os.listdir(runtime_directory))}"))
-    )
-    (tmp_path / "services.yaml").write_text(dedent(SERVICES), encoding="utf-8")
-    return tmp_path
-
-
-@pytest.fixture
-def up(place: Path) -> Iterator[Command]:
-    """A supervisor that runs."""
-    with started("up", "services.yaml", cwd=place) as command:
-        command.expect("services: running")
-        yield command
 
 
 def replica(place: Path, name: str) -> dict[str, Any]:

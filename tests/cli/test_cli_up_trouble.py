@@ -1,4 +1,4 @@
-"""``mainspring up`` with services of every bad kind beside one that is well: each is named, and the supervisor answers."""
+"""``mainspring up`` with services of every bad kind beside a good one: each is named, and the supervisor answers."""
 
 from __future__ import annotations
 

@@ -316,11 +316,10 @@ class Waiting:
         yield GaugeMetricFamily("queue_entries", "Entries of a queue elsewhere.", 7)
 
 
-async def test_a_collector_of_the_application_that_waits_does_not_block_the_event_loop(monkeypatch) -> None:
-    monkeypatch.setattr("mainspring.telemetry.metrics_page.COLLECT_WITHIN", 0.01)
+async def test_a_collector_of_the_application_that_waits_does_not_block_the_event_loop() -> None:
     registry, waiting = CollectorRegistry(), Waiting()
     registry.register(waiting)
-    app = health_app(FakeGroup(), metrics=GroupMetrics(FakeGroup(), registry=registry))
+    app = health_app(FakeGroup(), metrics=GroupMetrics(FakeGroup(), registry=registry, collect_within=0.01))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
         with anyio.fail_after(20):
             for _ in range(2):

@@ -165,7 +165,7 @@ class _UnixConnection(HTTPConnection):
 
 
 def find_server(url: str | None) -> ControlClient:
-    """Return the server that is meant: that of ``url``, of ``MAINSPRING_CONTROL``, or the only one that runs on this machine.
+    """Return the server that is meant: that of ``url``, of ``MAINSPRING_CONTROL``, or the only supervisor on this machine.
 
     :raises UserError: none runs, or several do.
     """

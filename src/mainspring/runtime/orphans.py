@@ -3,7 +3,7 @@
 A process whose parent ends becomes a child of process 1, and stays a zombie until that waits for it. The kernel does not say
 which child is an orphan and which was started here, by a library or by a handler. Two things tell them apart. A child is no
 orphan while an object stands for it that has not got its status: of ``subprocess``, on which the event loops build, or of
-``multiprocessing``. And one that was forked without such an object is soon waited for.
+``multiprocessing``. A child that was forked without such an object is soon waited for.
 
 SIGCHLD would say sooner that a child has ended, but not whose it is. A zombie costs no more than an entry in a table.
 """

@@ -186,7 +186,7 @@ class Alerts:
 
     @asynccontextmanager
     async def sending(self, spawner: Spawner) -> AsyncIterator[None]:
-        """Send alerts for the block. At its end, those that are not sent yet have ``SENT_WITHIN`` seconds.
+        """Send alerts for the block. At its end, alerts not sent yet have ``SENT_WITHIN`` seconds.
 
         Where the block is left by an error, they have none. Each that is not sent is an :class:`AlertFailed`.
         """

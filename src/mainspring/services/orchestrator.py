@@ -332,7 +332,7 @@ class Orchestrator:
     async def restart(self, service: str | None = None, replica: int | None = None) -> None:
         """Restart the replicas of a service one after the other, each when the one before runs again; or one of them.
 
-        None: those of all services, in the order of their start, but of those that were stopped.
+        None: the replicas of all services that were not stopped, in the order of their start.
 
         What has ended is started, with what it depends on. What depends on the service runs on. Cancelled, it restarts no
         further replicas.
@@ -417,7 +417,7 @@ class Orchestrator:
         return status_of(self.name, self._machine, self._tree.services, reason=self._reason, failure=self._failure)
 
     def _replica_servers(self) -> dict[tuple[str, int], Origin]:
-        """Return the servers that the HTTP probes of replicas ask, by service and replica, of those that work now."""
+        """Return the servers that the HTTP probes of replicas ask, by service and replica, if the replica works now."""
         return {
             (managed.spec.name, managed.number): origin
             for managed in self._tree.replicas()

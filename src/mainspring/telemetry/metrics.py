@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 import mainspring
 from mainspring import events
 from mainspring.core.state_machine import BEFORE_SHUTDOWN, GroupState, ServiceState
-from mainspring.telemetry.metrics_page import Histogram, MetricsPage
+from mainspring.telemetry.metrics_page import COLLECT_WITHIN, Histogram, MetricsPage
 from mainspring.worker.outcome import Outcome
 
 if TYPE_CHECKING:
@@ -71,12 +71,19 @@ class GroupMetrics:
 
     :param registry: whose metrics are rendered too: by default the registry in which ``prometheus_client`` keeps every metric
         that is not given another one. Where ``PROMETHEUS_MULTIPROC_DIR`` is set, its files are read instead. None: no others.
+    :param collect_within: seconds that the application's collectors may take; see :meth:`collect_soon`.
     """
 
-    def __init__(self, source: StatusSource, *, registry: CollectorRegistry | None = REGISTRY) -> None:
+    def __init__(
+        self,
+        source: StatusSource,
+        *,
+        registry: CollectorRegistry | None = REGISTRY,
+        collect_within: float = COLLECT_WITHIN,
+    ) -> None:
         self.collector = _Collector(source)
         self.registry = CollectorRegistry()
-        self._page = MetricsPage(self.collector, registry)
+        self._page = MetricsPage(self.collector, registry, collect_within=collect_within)
         self.registry.register(self._page)
 
     def subscribe(self, dispatcher: events.Dispatcher) -> Callable[[], None]:
@@ -97,7 +104,7 @@ class GroupMetrics:
     async def collect_soon(self) -> None:
         """Collect the application's metrics for the next :meth:`render`, in a thread: a collector may wait for a server.
 
-        Collectors that take longer than ``COLLECT_WITHIN`` seconds are left out, with a warning, and not asked again before
+        Collectors that take longer than ``collect_within`` seconds are left out, with a warning, and not asked again before
         they have answered.
         """
         await self._page.collect_theirs()

@@ -60,12 +60,15 @@ class Histogram:
 class MetricsPage(Collector):
     """Our metrics, then those of the application, then those of the process; of one name only the first.
 
-    ``registry``: the application's metrics; None: no others.
+    ``registry``: the application's metrics; None: no others. ``collect_within``: seconds that these may take.
     """
 
-    def __init__(self, ours: Collector, registry: CollectorRegistry | None) -> None:
+    def __init__(
+        self, ours: Collector, registry: CollectorRegistry | None, *, collect_within: float = COLLECT_WITHIN
+    ) -> None:
         self._ours = ours
         self._registry = registry
+        self._collect_within = collect_within
         self._process = ProcessCollector(registry=None)
         self._thread: OwnThread[Sequence[Metric]] | None = None
         self._collected: Sequence[Metric] | None = None
@@ -90,13 +93,13 @@ class MetricsPage(Collector):
         if self._thread is None or self._thread.done:
             self._thread = OwnThread(self._theirs, "metrics of the application")
         collected: Sequence[Metric] | None = None
-        with anyio.move_on_after(COLLECT_WITHIN), real_work():
+        with anyio.move_on_after(self._collect_within), real_work():
             collected = await self._thread.wait()
         if collected is None:
             text = (
                 "the application's own metrics are left out of /metrics: a collector has not answered within %g s: %s"
             )
-            _log.warning(text, COLLECT_WITHIN, self._thread.where)
+            _log.warning(text, self._collect_within, self._thread.where)
         self._collected = collected or ()
 
     def _theirs(self) -> Sequence[Metric]:
