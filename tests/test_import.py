@@ -85,10 +85,8 @@ def test_a_sqlite_mailbox_imports_its_driver_and_of_pydantic_the_core(tmp_path):
         "email",
         "importlib.metadata",
         "mainspring.mailbox.sqlite",
-        "platform",
         "pydantic",
         "pydantic_core",
-        "uuid",
     ]
     assert loaded(USE, tmp_path / "jobs.db", of=watched) == {"apsw", "mainspring.mailbox.sqlite", "pydantic_core"}
 

@@ -14,6 +14,7 @@ from datetime import date, datetime, time, timedelta
 from enum import Flag
 from types import NoneType
 from typing import Any, NamedTuple
+from uuid import UUID
 
 _APART = frozenset({"str", "int", "float", "bool", "none"})
 """What JSON itself tells apart."""
@@ -138,8 +139,8 @@ def _is_certain(node: Mapping[str, Any], *, top: bool = False) -> bool:
 
 
 _BY_NAME: Mapping[str, type[Any]] = {
-    "str": str, "int": int, "float": float, "bool": bool, "none": NoneType, "bytes": bytes, "date": date, "time": time,
-    "datetime": datetime, "timedelta": timedelta, "list": list, "tuple": tuple, "set": set,
+    "str": str, "int": int, "float": float, "bool": bool, "none": NoneType, "bytes": bytes, "uuid": UUID, "date": date,
+    "time": time, "datetime": datetime, "timedelta": timedelta, "list": list, "tuple": tuple, "set": set,
     "frozenset": frozenset, "dict": dict, "typed-dict": dict,
 }  # fmt: skip
 
@@ -156,10 +157,6 @@ def _classes(node: Mapping[str, Any]) -> Iterator[type[Any]]:
             yield from _classes(member)
     elif kind == "literal":
         yield from map(type, node["expected"])
-    elif kind == "uuid":
-        from uuid import UUID  # such a type has imported it; any other program is spared 3 ms
-
-        yield UUID
     else:
         yield _BY_NAME[kind] if kind in _BY_NAME else node["cls"]
 
