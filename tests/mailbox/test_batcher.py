@@ -100,6 +100,10 @@ class Ending(Add):
     joins = True
 
 
+class Urgent(Add):
+    wakes_first = True
+
+
 @pytest.mark.parametrize("resumes", [True])
 @pytest.mark.parametrize(("kind", "batches"), [(Add, [[0], [1]]), (Ending, [[0, 1]])])
 async def test_a_command_that_joins_waits_for_what_follows_in_the_same_turn(store, kind, batches, anyio_backend_name):
@@ -440,9 +444,6 @@ async def test_the_caller_who_is_first_goes_on_before_the_others(store, anyio_ba
         pytest.skip("trio lets tasks that are woken together go on in any order")
     went_on: list[int] = []
 
-    class Urgent(Add):
-        wakes_first = True
-
     async def caller(number: int, kind: type[Add]) -> None:
         await store.batcher.call(kind(number))
         went_on.append(number)
@@ -453,6 +454,102 @@ async def test_the_caller_who_is_first_goes_on_before_the_others(store, anyio_ba
             tasks.start_soon(caller, number, Urgent if number == 4 else Add)
     assert store.batches == [[0, 1, 2, 3, 4]]
     assert went_on == [4, 0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("resumes", [True])
+async def test_a_command_that_is_first_leaves_at_once_and_takes_along_what_is_queued(store, anyio_backend_name):
+    """A claim is on its way, with the settlements of the messages before, when the handlers begin what was claimed last."""
+    if anyio_backend_name == "trio":
+        pytest.skip("trio lets tasks that are woken together go on in any order")
+    went_on: list[int] = []
+
+    async def claim_twice() -> None:
+        await store.batcher.call(Urgent(1))
+        went_on.append(len(store.batches))
+        await store.batcher.call(Urgent(4))
+
+    async def settle(number: int) -> None:
+        await store.batcher.call(Ending(number))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(claim_twice)
+        await store.out.wait()
+        for number in (2, 3):
+            tasks.start_soon(settle, number)
+        await anyio.wait_all_tasks_blocked()
+        store.gate.set()
+    assert store.batches == [[1], [2, 3, 4]]
+    assert store.executed_by[0] == store.executed_by[1]
+    assert went_on == [1]
+
+
+async def test_queued_commands_with_one_that_is_first_wait_for_no_turn(store, anyio_backend_name):
+    if anyio_backend_name == "trio":
+        pytest.skip("trio lets tasks that are woken together go on in any order")
+
+    async def call(command: Add) -> None:
+        await store.batcher.call(command)
+
+    async def call_twice() -> None:
+        await store.batcher.call(Add(2))
+        await store.batcher.call(Add(6))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(call, Add(1))
+        await store.out.wait()
+        tasks.start_soon(call_twice)
+        tasks.start_soon(call, Add(3))
+        await anyio.wait_all_tasks_blocked()
+        gate, store.gate = store.gate, anyio.Event()
+        gate.set()
+        await anyio.wait_all_tasks_blocked()
+        assert store.batches[1:] == [[2, 3]]
+        for command in (Ending(4), Urgent(5)):
+            tasks.start_soon(call, command)
+        await anyio.wait_all_tasks_blocked()
+        store.gate.set()
+    assert store.batches[2:] == [[4, 5], [6]]
+
+
+@pytest.mark.parametrize("resumes", [True])
+async def test_what_a_command_takes_along_goes_on_if_its_caller_is_cancelled(store):
+    results: list[int] = []
+
+    async def settle(number: int) -> None:
+        results.append(await store.batcher.call(Ending(number)))
+
+    async with anyio.create_task_group() as tasks:
+        async with anyio.create_task_group() as claims:
+            claims.start_soon(store.batcher.call, Add(1))
+            await store.out.wait()
+            for number in (2, 3):
+                tasks.start_soon(settle, number)
+            await anyio.wait_all_tasks_blocked()
+            claims.start_soon(store.batcher.call, Urgent(4))
+            await anyio.wait_all_tasks_blocked()
+            gate, store.gate = store.gate, anyio.Event()
+            gate.set()
+            await anyio.wait_all_tasks_blocked()
+            claims.cancel_scope.cancel()
+        store.gate.set()
+    assert sorted(results) == [3, 4]
+    await anyio.wait_all_tasks_blocked()
+    assert store.undone == [4]
+
+
+async def test_a_queued_command_whose_caller_is_cancelled_leaves_nothing_behind(store):
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(store.batcher.call, Add(1))
+        await store.out.wait()
+        async with anyio.create_task_group() as cancelled:
+            cancelled.start_soon(store.batcher.call, Urgent(2))
+            await anyio.wait_all_tasks_blocked()
+            assert store.batcher.queued == 1
+            cancelled.cancel_scope.cancel()
+        assert store.batcher.queued == 0
+        store.gate.set()
+    assert await store.batcher.call(Add(3)) == 4
+    assert store.batches == [[1], [3]]
 
 
 def test_claims_are_first_on_every_backend_that_batches():

@@ -28,11 +28,48 @@ async def test_what_is_in_hand_are_the_handlers_and_fifty_milliseconds_of_work(c
     async with background(loop):
         await mailbox.send_many(range(2_000))
         await settled(mailbox, within=10_000)
-    within = min(100, concurrency * 0.05 / seconds)
+    within = min(200, concurrency * 0.05 / seconds)
     assert concurrency <= mailbox.most_leased <= max(concurrency, within + concurrency)
     if within > 2 * concurrency:
         assert mailbox.most_leased > concurrency
     assert loop.outcomes == {"acknowledged": 2_000}
+
+
+@pytest.mark.parametrize("concurrency", [100, 300])
+async def test_the_store_is_at_one_half_while_the_handlers_are_at_the_other(concurrency, virtual_clock):
+    async def slowly(call):
+        await anyio.sleep(0.005)
+        return await call()
+
+    mailbox = ordered(FaultyMailbox())
+    mailbox.always("claim", slowly)
+    await mailbox.send_many(range(40 * concurrency))
+    began = anyio.current_time()
+    async with background(MainLoop(mailbox, sleeper(0.005), concurrency=concurrency)):
+        await settled(mailbox)
+    assert anyio.current_time() - began < 0.3  # 0.4 if they took turns
+    assert mailbox.most_leased <= 2 * concurrency
+    assert max(argument[0] for _, call, argument in mailbox.calls if call == "claim") == concurrency
+
+
+async def test_one_claim_is_for_half_of_what_may_be_in_hand(virtual_clock):
+    """Also where all is handled at once."""
+
+    async def slowly(call):
+        await anyio.sleep(0.001)
+        return await call()
+
+    async def handle(job: int) -> None:
+        if job % 2_000 > 1_000:
+            await anyio.sleep(0.0001)
+
+    mailbox = ordered(FaultyMailbox())
+    mailbox.always("claim", slowly)
+    await mailbox.send_many(range(5_000))
+    async with background(MainLoop(mailbox, handle)):
+        await settled(mailbox)
+    assert max(argument[0] for _, call, argument in mailbox.calls if call == "claim") == 100
+    assert mailbox.most_leased == 200
 
 
 @pytest.mark.parametrize("made", [InMemoryMailbox, lambda: ordered(InMemoryMailbox())])

@@ -9,6 +9,10 @@ hangs on one event: one wake-up for all its callers. Where commands come one by 
 for it would cost two turns of the event loop. There the caller executes its own command, if the store can go on with what was
 interrupted. The runner takes over if that caller is cancelled. :class:`_State` has the states of what is out.
 
+A claim leaves at once if nothing is out, and takes along what is queued: the acknowledgements of what was handled before.
+So the store is at work while the handlers are at the messages of the claim before. If it waited for a turn of the event
+loop, these handlers would run first, and worker and store would take turns.
+
 Claims. A claim that finds nothing waits in a line (:class:`Waiters`). It claims again when it is woken, or is given a message
 that the store has claimed for it. If its caller is cancelled while it is out, or the mailbox is closed meanwhile, no caller
 will see the messages that it leases. They are put back, as the first thing of the next batch.
@@ -58,7 +62,8 @@ class Command:
     ``done``: it has taken place, though the batch is not over yet. An error of the rest of the batch is not its own.
 
     ``wakes_first``: its caller is woken before the others of its batch, where the event loop keeps order. A claim needs this:
-    slots whose acknowledgements were in the batch then find its messages in the backlog.
+    slots whose acknowledgements were in the batch then find its messages in the backlog. It also leaves first, with all that is
+    queued.
 
     ``droppable``: nothing is lost if a close drops it.
 
@@ -324,8 +329,8 @@ class Batcher(Generic[C]):
             start, self._start = self._start, None
             start()
         batch = self._next
-        lone = self._size <= 1 and self._state is _State.IDLE and not batch.commands and not command.joins
-        if lone and self._resume is not None:
+        lone = self._size <= 1 and not batch.commands and not command.joins
+        if (lone or command.wakes_first) and self._state is _State.IDLE and self._resume is not None:
             await self._execute_own(command)
         else:
             batch.commands.append(command)
@@ -339,7 +344,9 @@ class Batcher(Generic[C]):
             try:
                 await over.wait()
             except BaseException:
-                if not batch.done.is_set():
+                if batch is self._next:
+                    batch.commands.remove(command)
+                elif not batch.done.is_set():
                     command.forsaken = batch.forsaken = True
                 elif self._undo is not None and command.error is None and not command.forsaken:
                     self._undo(command)
@@ -353,10 +360,11 @@ class Batcher(Generic[C]):
         return command.result
 
     async def _execute_own(self, command: C) -> None:
-        """Execute a lone command for its caller. If that is cancelled, the runner goes on with it."""
+        """Execute a command, and all that is queued, for its caller. If that is cancelled, the runner goes on with it."""
         await self._checkpoint_if_cancelled()
-        batch = _Batch([command])
-        self._state, self._out, self._size = _State.BY_CALLER, batch, 1
+        batch, self._next = self._next, _Batch()
+        batch.commands.append(command)
+        self._state, self._out, self._size = _State.BY_CALLER, batch, len(batch.commands)
         self._callers += 1
         self.batches += 1
         error: Exception | None = None
@@ -371,9 +379,9 @@ class Batcher(Generic[C]):
             raise
         finally:
             self._callers -= 1
-        self._finish(batch, error)
         if self._closing or self._next.commands:
             self._wake.set()
+        self._finish(batch, error)
 
     def post(self, command: C) -> None:
         """Queue a command without a caller, before all that is queued; allowed until the runner has ended."""
@@ -431,19 +439,18 @@ class Batcher(Generic[C]):
                 self._state = _State.BY_RUNNER
                 await self._resume()
             elif self._state is _State.IDLE and self._next.commands:
-                # Callers that the same turn of the event loop set going come along. A lone command leaves after one turn,
-                # unless it joins: the claim that follows an acknowledgement has no caller yet.
+                # Callers that the same turn of the event loop set going come along, unless there is a claim. A lone command
+                # leaves after one turn, unless it joins: the claim that follows an acknowledgement has no caller yet.
                 before = int(self._callers == 1 and not self._next.commands[0].joins)
-                while len(self._next.commands) > before:
+                while len(self._next.commands) > before and self._next.first is None:
                     before = len(self._next.commands)
                     await anyio.lowlevel.checkpoint()
+                if self._state is not _State.IDLE or not self._next.commands:
+                    return  # a claim has taken them along, or their callers are gone
                 batch, self._next = self._next, _Batch()
-                if batch.forsaken:
-                    batch.commands = [command for command in batch.commands if not command.forsaken]
                 self._state, self._out, self._size = _State.BY_RUNNER, batch, len(batch.commands)
-                if batch.commands:
-                    self.batches += 1
-                    await self._execute(batch.commands)
+                self.batches += 1
+                await self._execute(batch.commands)
             else:
                 self._wake = anyio.Event()
                 await self._wake.wait()

@@ -209,8 +209,12 @@ AHEAD = 0.05
 FIRST_LOOK = AHEAD / 16
 """Seconds until the first look at the rate of a loop that was out of messages for less than ``AHEAD``."""
 
-MOST_AHEAD = 100
-"""The most messages that a loop has in hand because it claims ahead: more would save next to no calls to the store."""
+MOST_AHEAD = 200
+"""The most messages that a loop with up to half as many slots has in hand; with more slots it has two for each at most.
+
+It claims half of them at a time: while its handlers are at one half, the store is at the other. More would save next to no
+calls to the store.
+"""
 
 OVERDUE = 2 * AHEAD
 """Seconds after which a message that was claimed ahead, and has not begun, goes back: its loop has become slower."""
@@ -246,7 +250,8 @@ class ClaimAhead:
         if self._since == -math.inf:
             self._since, self._look = now, FIRST_LOOK if now - self._ran_out < AHEAD else AHEAD
         elif seconds >= self._look:
-            self.most = max(self._slots, min(int(self._begun * AHEAD / seconds), MOST_AHEAD))
+            most = max(MOST_AHEAD, 2 * self._slots)
+            self.most = max(self._slots, min(int(self._begun * AHEAD / seconds), most))
             self._begun, self._since, self._look = 0, now, AHEAD
 
     def ran_out(self, when: float) -> None:
@@ -290,13 +295,15 @@ class Slots:
     def free(self) -> int:
         """How many messages to claim now; at most as many as one claim may ask for.
 
-        While each slot has a message, more is claimed ahead only when half of what may be in hand has begun.
+        While each slot has a message, more is claimed ahead only when half of what may be in hand has begun; then one claim is
+        for the other half at most.
         """
         most = self.concurrency if self.suspects else self.ahead.most
         taken = len(self.deliveries) - min(self.leaving, most) + self.claiming
         if taken >= self.concurrency and 2 * taken > most:
             return 0
-        return min(most - taken, MAX_MESSAGES)
+        half = max(most, MOST_AHEAD) // 2 if most > self.concurrency else most
+        return min(most - taken, half, MAX_MESSAGES)
 
     def resize(self, concurrency: int) -> None:
         """Let that many handlers run at once from now on. Deliveries in hand stay, also where they are more."""
