@@ -6,10 +6,13 @@ only, as many loops of a process are idle for most of the time. It deletes the r
 
 A failed write is made again 10 seconds later, so that the record outlives it. During a longer outage of the store the record
 expires, and the next write that succeeds brings it back.
+
+It has no task of its own: an alarm of its worker looks at what is new, and starts a task for a write.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,11 +24,12 @@ from mainspring.core.clock import loop_clock
 from mainspring.errors import MainspringError
 from mainspring.mailbox.records import WORKER, RecordWrite
 from mainspring.mailbox.workers import GONE_AFTER, TELL_EVERY, WorkerState, WorkerStatus, worker_name
-from mainspring.runtime.interval import Periodic
+from mainspring.runtime.cancellation import SpuriousAsError
 from mainspring.worker.delivery import Phase
 
 if TYPE_CHECKING:
     from mainspring.mailbox.mailbox import Mailbox
+    from mainspring.runtime.interval import Alarms
     from mainspring.worker.slots import Admission, Slots
 
 RENEW_AFTER: Final = 1.5 * TELL_EVERY
@@ -43,10 +47,16 @@ FORGET_WITHIN: Final = 0.5
 
 
 class Presence:
-    """The record of one run of a loop, of a group or of none."""
+    """The record of one run of a loop, of a group or of none. ``alarms`` are those of its worker."""
 
     def __init__(
-        self, name: str, group: str | None, mailbox: Mailbox[Any, Any], admission: Admission, slots: Slots
+        self,
+        name: str,
+        group: str | None,
+        mailbox: Mailbox[Any, Any],
+        admission: Admission,
+        slots: Slots,
+        alarms: Alarms,
     ) -> None:
         self._name = name
         self._group = group
@@ -55,32 +65,47 @@ class Presence:
         self._slots = slots
         self._started_at = clock.utc_now()
         self._key = f"{worker_name()} {random.token()}"
-        self._timer = Periodic(self._tell)
+        self._alarms = alarms
+        self._alarm = alarms.alarm(self._look)
         self._clock = loop_clock()
         self._told: WorkerStatus | None = None
         self._told_at = 0.0
+        self._is_writing = False
+
+    def begin(self) -> None:
+        """Keep the record from now on, where the store keeps records."""
+        if self._mailbox.capabilities.records:
+            self._alarm.wake_by(self._clock())
 
     def change(self) -> None:
         """Write the record soon, as its values have changed."""
-        self._timer.wake_by(self._clock() + TELL_CHANGES_IN)
+        if self._alarm.due < math.inf or self._is_writing:  # it has begun
+            self._alarm.wake_by(self._clock() + TELL_CHANGES_IN)
 
-    async def run(self) -> None:
-        """Keep the record until cancelled, and delete it."""
-        self._timer.wake_by(self._clock())
-        try:
-            await self._timer.run_on(TELL_EVERY)
-        finally:
-            if self._told is not None:
-                with anyio.move_on_after(FORGET_WITHIN, shield=True):
-                    await self._write(RecordWrite(WORKER, self._key, None))
+    async def end(self) -> None:
+        """Delete the record. No alarm may ring any more."""
+        if self._told is not None:
+            with anyio.move_on_after(FORGET_WITHIN, shield=True):
+                await self._write(RecordWrite(WORKER, self._key, None))
 
-    async def _tell(self, overslept: float) -> float:
+    def _look(self, overslept: float) -> float:
+        now = self._clock()
+        if self._is_writing:
+            return now + TELL_CHANGES_IN
         status = self._status()
         if not self._is_known(status):
-            if not await self._write(RecordWrite(WORKER, self._key, status.write(), GONE_AFTER)):
-                return self._clock() + TRY_AGAIN_IN
-            self._told, self._told_at = status, self._clock()
-        return self._clock() + TELL_EVERY
+            self._is_writing = True
+            self._alarms.start_soon(self._tell, status)
+        return now + TELL_EVERY
+
+    async def _tell(self, status: WorkerStatus) -> None:
+        try:
+            if await self._write(RecordWrite(WORKER, self._key, status.write(), GONE_AFTER)):
+                self._told, self._told_at = status, self._clock()
+            else:
+                self._alarm.wake_by(self._clock() + TRY_AGAIN_IN)
+        finally:
+            self._is_writing = False
 
     def _is_known(self, status: WorkerStatus) -> bool:
         """True if the record says the same, and will not expire before the next look and a second try."""
@@ -113,7 +138,8 @@ class Presence:
         """Return True if the store has confirmed it."""
         try:
             self._mailbox.check_open()
-            await self._mailbox.backend.write_record(write)
+            async with SpuriousAsError():
+                await self._mailbox.backend.write_record(write)
         except (MainspringError, OSError):
             return False
         return True

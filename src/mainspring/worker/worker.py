@@ -114,7 +114,7 @@ class Worker:
         self._clock = loop_clock()
         self._real_clock = thread_clock()  # goes on while no other task has a turn
         self._slots = slots = Slots(settings.concurrency, ordered=mailbox.capabilities.ordered, capacity=capacity)
-        self.presence = Presence(name, group, mailbox, self.admission, slots)
+        self.presence = Presence(name, group, mailbox, self.admission, slots, self._alarms)
         self._backlog: deque[Delivery] = deque()
         self._idle: deque[anyio.Event] = deque()
         self._slot_count = self._waking = self._surplus = 0
@@ -207,8 +207,7 @@ class Worker:
         self._receives_left = math.inf if max_iterations is None else max_iterations
         async with DaemonScope(f"{self.name} worker") as scope:
             scope.start_soon(self._run_alarms, name=f"{self.name} leases")
-            if self._mailbox.capabilities.records:
-                scope.start_soon(self.presence.run, name=f"{self.name} presence")
+            self.presence.begin()
             if (keep := self.settings.dead_letter.kept_for) is not None:
                 from mainspring.worker.retention import Retention
 
@@ -256,6 +255,7 @@ class Worker:
                 stop()
             # It is stopped last: handlers that still run are being cancelled with the loop.
             self._handler_runs.cancelled = True
+            await self.presence.end()
 
     def _fell_silent(self, error: MailboxConnectionError) -> None:
         """Record that the server does not answer. An open receive fails soon; without one, the mailbox is asked again."""
