@@ -51,7 +51,7 @@ T = TypeVar("T", default=Any)
 R = TypeVar("R", default=Any)
 
 KIND = "memory://"
-YIELD_EVERY = 32
+YIELD_EVERY = 64
 """Sends after which a sender that never waits lets the other tasks have a turn."""
 
 
@@ -227,7 +227,7 @@ class MemoryBackend(Backend):
     async def send(self, envelopes: list[Envelope]) -> list[str]:
         """Store messages. It never waits, and cancelled it has sent nothing.
 
-        Every 32nd send lets the other tasks have a turn first, so that a sender without end does not keep the event loop to
+        Every 64th send lets the other tasks have a turn first, so that a sender without end does not keep the event loop to
         itself. With a capacity, every send does.
         """
         store = self._opened or self._here()
