@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from common import (
     BODY,
     HERE,
+    MIB,
     beside,
     costs,
     in_turns,
@@ -62,8 +63,7 @@ SUSTAINED = 0.8
 """The part of its own maximum up to which a contender is taken to sustain a rate."""
 TIMED = 2.0 if quick() else 10.0
 """Seconds of sends at a given rate."""
-LARGE = 100_000
-LARGE_ONES = 200 if quick() else 2_000
+LARGE_BYTES = 20_000_000 if quick() else 200_000_000
 """Bytes of a large body, and how many messages have one."""
 IN_TREE = 1_000
 """Messages that a worker handles before the memory of its processes is read."""
@@ -239,15 +239,15 @@ class Comparison:
 
         self.report_best(WHAT[verb], self.rates(verb), goal, per_second, note)
 
-    def report_large(self, verb: str, goal: float) -> None:
-        """The row of ours beside the fastest peer, with bodies of 100 KB.
+    def report_large(self, verb: str, goal: float, size: int) -> None:
+        """The row of ours beside the fastest peer, with bodies of ``size`` bytes.
 
         A drain is timed from its first handler: let no contender have all of the messages in hand by then.
         """
-        counts = {contender.name: LARGE_ONES for contender in self.taking_part(verb)}
-        results = self.results(verb, ROUNDS, counts, size=LARGE)
+        counts = {contender.name: LARGE_BYTES // size for contender in self.taking_part(verb)}
+        results = self.results(verb, ROUNDS, counts, size=size)
         rates = {name: [one["rate"] for one in some] for name, some in results.items()}
-        self.report_best(f"{WHAT[verb]}, bodies of {LARGE // 1_000} KB", rates, goal, per_second,
+        self.report_best(f"{WHAT[verb]}, bodies of {size // 1_000:,} KB", rates, goal, per_second,
                          lambda best: self._settings(best, verb))  # fmt: skip
 
     def report_pickup(self) -> None:
@@ -295,18 +295,21 @@ class Comparison:
         count = max(TRIAL, int(rate * TIMED))
         return self.results("latency", min(ROUNDS, 3), dict.fromkeys(names, count), rate=rate)
 
-    def report_tree(self, goal: float) -> None:
-        """The rows of the memory of an idle worker's processes, its children included, beside the smallest peer's."""
+    def report_tree(self, most: float | None = None) -> None:
+        """The rows of the memory of an idle worker's processes, its children included, beside the smallest peer's.
+
+        ``most``: how many MiB ours may have.
+        """
         counts = {contender.name: IN_TREE for contender in self.taking_part("tree")}
         sizes = self.results("tree", min(ROUNDS, 3), counts)
-        for which, what, its_goal in (
-            ("pss", "proportional", goal),
-            ("uss", "unique", None),
-            ("rss", "resident", None),
-        ):
+        if most is not None:
+            ours = [float(one["pss"]) for one in sizes[self.ours.name]]
+            what = f"{self.server}: proportional memory of an idle worker's processes / {most:g} MiB"
+            report(beside(what, ours, most * MIB, 1.0, mebibytes, at_most=True))
+        for which, what in (("pss", "proportional"), ("uss", "unique"), ("rss", "resident")):
             figures = {name: [float(one[which]) for one in some] for name, some in sizes.items()}
             self.report_best(
-                f"{what} memory of an idle worker's processes", figures, its_goal, mebibytes,
+                f"{what} memory of an idle worker's processes", figures, None, mebibytes,
                 lambda _: f"nothing set, {IN_TREE:,} messages handled before", at_most=True,
             )  # fmt: skip
 

@@ -66,7 +66,7 @@ def main() -> None:
         lambda: on_uvloop(lambda: full_path(serialize=True)),
     )
     note = f"concurrency 100, uvloop, {COUNT:,} messages"
-    for what, ours, goal in (("serialize=False", objects, 0.5), ("bodies through JSON", json, None)):
+    for what, ours, goal in (("serialize=False", objects, 0.6), ("bodies through JSON", json, None)):
         report(beside(f"memory: full path, {what} / bare anyio stream", ours, bare, goal, per_second, note=note))
     Comparison("memory", lambda _: "memory://bench", lambda: None, []).report_latency()
 

@@ -129,7 +129,7 @@ def main() -> int:
         comparison.report_pickup()
         comparison.report_latency()
         report_idle(comparison)
-        comparison.report_tree(1.0)
+        comparison.report_tree()
         comparison.report_flatness(1.15)
         comparison.report_memory(1.05)
         renew()

@@ -233,7 +233,7 @@ def report_drain(folder: Path) -> None:
         note = (
             f"huey {version(python, 'huey')} at its best of 1, 2, 4, 8 threads ({workers}), its own default synchronous"
         )
-        report(beside("SQLite: drain / huey", ours, theirs, 5.0, per_second, note=note))
+        report(beside("SQLite: drain / huey", ours, theirs, 12.0, per_second, note=note))
     note = f"concurrency 100, no-op, uvloop, {DRAIN:,} messages, one process, synchronous=FULL"
     report(
         beside("SQLite: drain / 15,000 a second", ours, 15_000, 1.0, per_second, note=note),
@@ -291,7 +291,7 @@ def report_beside_huey(folder: Path) -> None:
     comparison = beside_huey(folder)
     comparison.choose_concurrency()
     comparison.report_latency()
-    comparison.report_tree(1.0)
+    comparison.report_tree(40.0)
 
 
 def main() -> None:
