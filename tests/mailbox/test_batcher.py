@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 import anyio
 import pytest
@@ -515,17 +516,19 @@ async def test_queued_commands_with_one_that_is_first_wait_for_no_turn(store, an
 async def test_what_a_command_takes_along_goes_on_if_its_caller_is_cancelled(store):
     results: list[int] = []
 
+    async def claim_twice() -> None:
+        await store.batcher.call(Urgent(1))
+        await store.batcher.call(Urgent(4))
+
     async def settle(number: int) -> None:
         results.append(await store.batcher.call(Ending(number)))
 
     async with anyio.create_task_group() as tasks:
         async with anyio.create_task_group() as claims:
-            claims.start_soon(store.batcher.call, Add(1))
+            claims.start_soon(claim_twice)
             await store.out.wait()
             for number in (2, 3):
                 tasks.start_soon(settle, number)
-            await anyio.wait_all_tasks_blocked()
-            claims.start_soon(store.batcher.call, Urgent(4))
             await anyio.wait_all_tasks_blocked()
             gate, store.gate = store.gate, anyio.Event()
             gate.set()
@@ -535,6 +538,43 @@ async def test_what_a_command_takes_along_goes_on_if_its_caller_is_cancelled(sto
     assert sorted(results) == [3, 4]
     await anyio.wait_all_tasks_blocked()
     assert store.undone == [4]
+
+
+async def test_what_a_command_takes_along_fails_if_neither_its_caller_nor_the_runner_can_go_on(anyio_backend):
+    store = Store(resumable=True)
+    errors: list[Exception] = []
+
+    async def claim_twice() -> None:
+        with suppress(MailboxClosedError):  # trio's runner may be quicker
+            await store.batcher.call(Urgent(1))
+            await store.batcher.call(Urgent(4))
+
+    async def settle(number: int) -> None:
+        try:
+            await store.batcher.call(Ending(number))
+        except MailboxClosedError as error:
+            errors.append(error)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(store.batcher.run)
+        async with anyio.create_task_group() as claims:
+            claims.start_soon(claim_twice)
+            await store.out.wait()
+            for number in (2, 3):
+                tasks.start_soon(settle, number)
+            await anyio.wait_all_tasks_blocked()
+            gate, store.gate = store.gate, anyio.Event()
+            gate.set()
+            await anyio.wait_all_tasks_blocked()
+            with anyio.CancelScope() as closing:
+                closing.cancel()
+                await store.batcher.close()
+            await anyio.wait_all_tasks_blocked()
+            claims.cancel_scope.cancel()
+        with anyio.fail_after(1):
+            while len(errors) < 2:
+                await anyio.lowlevel.checkpoint()
+    assert [str(error) for error in errors] == ["the store was closed while the operation was out"] * 2
 
 
 async def test_a_queued_command_whose_caller_is_cancelled_leaves_nothing_behind(store):

@@ -374,8 +374,11 @@ class Batcher(Generic[C]):
             error = failed
         except BaseException:
             command.forsaken = batch.forsaken = True
-            self._state = _State.INTERRUPTED
-            self._wake.set()
+            if self._ended.is_set():  # no runner goes on with what it has taken along
+                self._finish(batch, MailboxClosedError(f"{self._name} was closed while the operation was out"))
+            else:
+                self._state = _State.INTERRUPTED
+                self._wake.set()
             raise
         finally:
             self._callers -= 1
