@@ -147,9 +147,12 @@ def renewal_stops_when_the_drain_begins() -> Given:
     return {"build": build}
 
 
-@planted_fault("one lease", faults=FREEZES)
+@planted_fault("one lease", "one worker", faults=FREEZES)
 def handlers_begin_with_a_lease_that_is_over() -> Given:
-    """What the simulation found in the engine first: a worker that stood still between a claim and its handler."""
+    """What the simulation found in the engine first: a worker that stood still between a claim and its handler.
+
+    Which of the two rules a seed breaks first depends on whether the other worker's handler has begun by then.
+    """
 
     class FromReceipt(WrappedBackend):
         async def claim(self, *asked: Any) -> list[ClaimedMessage]:
