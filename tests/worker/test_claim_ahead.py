@@ -9,7 +9,7 @@ from loop_support import DOWN, sleeper
 from mainspring import Context, InMemoryMailbox, LoopGroup, MainLoop, RetryPolicy
 from mainspring.events import MessageNotAcknowledged, MessageStarted, SettlementFailed
 from mainspring.mailbox.backend import Capabilities
-from support import FaultyMailbox, background, fail, hang, record, settled, slow, until, work
+from support import FaultyMailbox, background, fail, hang, record, settled, shielded, slow, until, work
 
 pytestmark = pytest.mark.anyio
 
@@ -552,3 +552,40 @@ async def test_a_message_that_ends_while_it_is_claimed_ahead_does_not_begin(end,
         await settled(mailbox, within=100)
     assert 81 not in ran
     assert sorted(ran) == [*range(81), *range(82, 90)]
+
+
+async def test_handlers_that_block_the_event_loop_keep_what_has_not_begun_for_a_second_at_most(virtual_clock):
+    mailbox = InMemoryMailbox()
+    await mailbox.send_many(range(100))
+    clock = virtual_clock
+
+    async def handle(job: int) -> None:
+        if job < 80:
+            await anyio.sleep(0.001)
+        else:
+            clock.advance(0.3)  # no other task runs meanwhile
+            await anyio.lowlevel.checkpoint()
+
+    async with background(MainLoop(mailbox, handle)) as loop:
+        released = record(loop, MessageNotAcknowledged)
+        await settled(mailbox)
+    assert len(released) > 10
+    assert {event.began for event in released} == {False}
+
+
+async def test_what_has_not_begun_goes_back_also_after_a_pause_that_was_over_before_a_claim(virtual_clock):
+    mailbox = FaultyMailbox()
+    await mailbox.send_many(range(98))
+    async with background(MainLoop(mailbox, become_slow)) as loop:
+        while loop.outcomes.get("acknowledged", 0) < 70:
+            await anyio.sleep(0.001)
+        mailbox.always("claim", shielded(slow(3)))
+        while loop.outcomes["acknowledged"] < 80:
+            await anyio.sleep(0.001)
+        assert loop.in_flight > 10
+        loop.pause()
+        await anyio.sleep(1)
+        loop.resume()
+        await anyio.sleep(5)
+        assert loop.in_flight == 1
+        loop.shutdown_timeout = 0

@@ -219,6 +219,9 @@ calls to the store.
 OVERDUE = 2 * AHEAD
 """Seconds after which a message that was claimed ahead, and has not begun, goes back: its loop has become slower."""
 
+MOST_OVERDUE = 20 * AHEAD
+"""Seconds after which it does so also where handlers block the event loop."""
+
 
 class ClaimAhead:
     """Decides how many messages a loop may have in hand: as many as it has slots, or as began in the last ``AHEAD`` seconds.

@@ -46,7 +46,7 @@ from mainspring.worker.leases import SETTLE_TIMEOUT, LeaseKeeper
 from mainspring.worker.outcome import DONE, RELEASED, Cause
 from mainspring.worker.presence import Presence
 from mainspring.worker.settlement import GRACE, Completion, Settler, bounded
-from mainspring.worker.slots import AHEAD, OVERDUE, Admission, Slot, Slots
+from mainspring.worker.slots import AHEAD, MOST_OVERDUE, OVERDUE, Admission, Slot, Slots
 from mainspring.worker.store_health import SILENCE, StoreHealth
 
 if TYPE_CHECKING:
@@ -415,12 +415,14 @@ class Worker:
     def _release_overdue(self, overslept: float) -> float:
         """Release messages that were claimed ahead and could not begin in time, for other workers. Return when to look again.
 
-        If the event loop stood still, a handler has blocked it: then the messages get the time again.
+        If the event loop stood still, a handler has blocked it: then the messages get the time again, within ``MOST_OVERDUE``.
         """
-        if not (self._backlog and self.admission.open):
+        if not self._backlog:
             return math.inf
-        now = self._clock()
-        due = now + OVERDUE if overslept >= AHEAD else self._backlog[0].started + OVERDUE
+        now, claimed = self._clock(), self._backlog[0].started
+        blocked = overslept >= AHEAD and now < claimed + MOST_OVERDUE
+        # While the loop does not take work, its receivers are about to end, and then all is released.
+        due = now + OVERDUE if blocked or not self.admission.open else claimed + OVERDUE
         if now < due:
             return due
         self._release_soon(len(self._backlog))

@@ -184,7 +184,9 @@ class Ledger:
     def unheard(self, deliveries: Iterable[ClaimedMessage]) -> None:
         """Record that the worker does not learn of a claim: it cannot give back what it does not know of."""
         for delivery in deliveries:
-            self.accounts[delivery.message_id].claimed_at = -math.inf
+            account = self.accounts[delivery.message_id]
+            if account.receipt == delivery.receipt_handle:  # else another worker has claimed it since
+                account.claimed_at = -math.inf
 
     def extended(self, worker: str, delivery: ClaimedMessage, timeout: float) -> None:
         """Record that the store extended a lease."""
