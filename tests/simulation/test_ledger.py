@@ -366,3 +366,14 @@ def test_a_worker_that_ends_keeps_nothing_that_it_has_not_begun(story: Story, wh
         story.ledger.unheard([delivery])
     story.ledger.left("w0")
     assert story.broken == broken
+
+
+def test_a_claim_that_was_not_heard_says_nothing_of_a_later_one(story: Story) -> None:
+    """A frozen worker finds out late, when another one has the message."""
+    lost = story.claim("w0", lease=10.0)
+    story.now = 1_000.0
+    found = story.claim("w1", attempt=2)
+    story.ledger.unheard([lost])
+    story.now += 1.0
+    story.begin("w1", found)
+    assert story.broken is None
