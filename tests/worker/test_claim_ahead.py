@@ -103,6 +103,9 @@ async def test_it_begins_with_its_slots_alone_and_does_so_again_after_an_idle_ti
         assert {most for at, most in asked if at < 0.045} == {1}
         assert max(most for _, most in asked) > 10
         await anyio.sleep(1)
+        await mailbox.send(0)
+        await settled(mailbox)
+        await anyio.sleep(1)
         mailbox.calls.clear()
         await mailbox.send_many(range(40))
         await settled(mailbox)
